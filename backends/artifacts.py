@@ -1,8 +1,8 @@
-"""What a backend compiled, as bytes: generated Python source, and all that it needs, by name or by value.
+"""Compiled code as bytes: generated Python source with its dependencies, by name or by value.
 
 An artifact is a line that names the format and the backend, a SHA-256, and one msgpack record. Nothing in it is a
-pickle. Its source and its libraries are code all the same, which loading runs: whoever calls ``load`` has made sure
-whose bytes they are. The checksum here finds damage, not malice.
+pickle. Its source and its libraries are code, which loading runs: the caller of ``load`` has to trust the origin of the
+bytes. The checksum here finds damage, not malice.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _STABLE_MODULES = ("torch", "math", "operator", "_operator")
 FORMAT = 3
 """Part of an artifact's first line; another number is another format."""
 LINKED = "compiled_region"
-"""What the namespace of loaded code calls itself."""
+"""The name of loaded code in its namespace."""
 
 
 class ArtifactError(RuntimeError):
-    """The bytes of an artifact cannot be used here; what was compiled must be compiled again."""
+    """The bytes of an artifact cannot be used here, so the graph must be compiled again."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"a stored artifact cannot be used: {what}; compile its graph again")
 
 
 class CannotStoreError(Exception):
-    """What a backend compiled cannot be put into bytes; the text says why. ``save`` gives None for it."""
+    """Compiled code cannot be put into bytes; the text has the reason. ``save`` returns None for it."""
 
 
 class Launch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -66,14 +66,14 @@ class Stored(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         source: Python source, which is run in a namespace of its own.
-        names: names in that namespace, and where what they name is imported from (``module:qualified.name``). One with
-            a dot is an attribute of a plain namespace object.
+        names: names in that namespace, and the places from which they are imported (``module:qualified.name``). One
+            with a dot is an attribute of a plain namespace object.
         needs: dotted names in the source that must exist, such as those of operators.
         constants: tensors by name, as ``torch.save`` writes them; empty for none.
         kernels: names of compiled functions, the SHA-256 of the library that each is in, and its name there.
         launches: names of kernels for CUDA, and how each is launched.
         libraries: shared libraries and binaries for CUDA by SHA-256.
-        aligned: the inputs that generated code takes to begin at multiples of 16 bytes.
+        aligned: the inputs that generated code assumes to begin at multiples of 16 bytes.
         replayed_on: the index of the CUDA device where it runs as CUDA graphs; None for none.
     """
 
@@ -92,10 +92,10 @@ class ArtifactBackend(Backend):
     """A backend whose compiled code is kept as an artifact, as :class:`backends.protocol.Storing` has it."""
 
     def stored(self, compiled: Compiled) -> Stored:
-        """What is to be kept of what :meth:`compile` gave.
+        """Return the content of an artifact for the result of :meth:`compile`.
 
         Raises:
-            CannotStoreError: it cannot be kept.
+            CannotStoreError: it cannot be stored.
         """
         raise NotImplementedError
 
@@ -163,12 +163,13 @@ def _first_line(backend: str) -> bytes:
 
 
 def reference(name: str, value: Any) -> str:
-    """Where ``value``, which the source calls ``name``, can be imported from: a module of torch or Python.
+    """Return the place from which ``value``, named ``name`` in the source, can be imported: a module of torch or
+    Python.
 
-    A name in a user's own module, ``__main__`` above all, may be another function in another process.
+    A name in a user's own module, such as ``__main__``, may be another function in another process.
 
     Raises:
-        CannotStoreError: nowhere.
+        CannotStoreError: there is no such place.
     """
     if isinstance(value, types.ModuleType):
         return f"{value.__name__}:"
@@ -191,7 +192,7 @@ def reference(name: str, value: Any) -> str:
 
 
 def resolve(text: str) -> Any:
-    """What :func:`reference` named.
+    """Return the object that :func:`reference` named.
 
     Raises:
         ArtifactError: it is not there.

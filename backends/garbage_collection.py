@@ -13,12 +13,12 @@ import threading
 from collections.abc import Callable
 
 RARE_THRESHOLDS = (200_000, 20, 100)
-"""Thresholds of ``gc.set_threshold``: new objects before the young are searched, and so many such searches before the
-older ones are."""
+"""Thresholds of ``gc.set_threshold``: the number of new objects before the young generation is searched, and the
+numbers of such searches before the older ones are."""
 _YOUNG, _ALL = 1, 2
 """The oldest generation that is searched. Those up to the first were not yet searched twice."""
 _MANY_BLOCKS = 4_000_000
-"""Of so many pieces of memory, some four for each object, a search takes about a second."""
+"""Number of blocks of memory, some four for each object, that a search takes about a second for."""
 
 
 _PATIENCE = 0.2

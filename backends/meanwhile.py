@@ -1,6 +1,6 @@
-"""What else is to be done, for when a compiler is waited for that is another process: it costs no time then.
+"""Work to do while an external compiler runs, at no cost of time.
 
-Whoever needs it done finds it done, or does it.
+Code that needs the work either finds it done, or does it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a backend is: something that makes a callable of an ATen graph. A backend knows FX graphs and nothing else."""
+"""The interface of a backend, which makes a callable of an ATen graph. A backend knows FX graphs and nothing else."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ONLY_FORM = "compiled code"
 
 
 def keeps_inputs(compiled: Compiled) -> bool:
-    """Whether it leaves the list of its arguments as it is: if it fails, its region can then be run another way."""
+    """Return whether it leaves its list of arguments unchanged: if it fails, its region can then run another way."""
     return getattr(compiled, "keeps_inputs", False)
 
 
 def proving_runs(compiled: Compiled) -> int:
-    """How many of its first runs differ from all later ones, and one more."""
+    """Return how many of its first runs differ from all later ones, plus one."""
     return getattr(compiled, "proving_runs", PROVING_RUNS)
 
 
@@ -52,7 +52,7 @@ def form_that_ran(compiled: Compiled, form: str) -> str:
 
 
 def is_last(compiled: Compiled, form: str) -> bool:
-    """Whether no other form takes over from this one at a later call by itself."""
+    """Return whether no other form takes over from this one by itself at a later call."""
     ask = getattr(compiled, "is_last", None)
     return ask is None or ask(form)
 
@@ -104,11 +104,11 @@ class Backend(Protocol):
 
     name: str
     bitwise: bool = False
-    """Whether what it computes is, on CPU, bit for bit what the graph's operators compute one by one."""
+    """True if its results on the CPU are bit for bit those of the graph's operators, run one by one."""
     slow: bool = False
-    """Whether compiling takes long enough to be worth a process."""
+    """True if compiling takes long enough to be worth a process."""
     allocates: bool = False
-    """Whether the results of each run lie in memory of their own: nothing is written there by a later run."""
+    """True if the results of each run have memory of their own, which no later run writes."""
 
     def prepare(self) -> None:
         """Called before a graph is traced that is then compiled in this process."""
@@ -133,13 +133,13 @@ class Backend(Protocol):
 
 @runtime_checkable
 class Storing(Protocol):
-    """What a backend can do besides, where what it compiled can be kept for another process.
+    """Further methods of a backend whose compiled code can be kept for another process.
 
-    ``isinstance(backend, Storing)`` asks whether it has these methods.
+    ``isinstance(backend, Storing)`` checks for these methods.
     """
 
     def save(self, compiled: Compiled) -> bytes | None:
-        """What :meth:`Backend.compile` gave, as bytes; None where it cannot be stored."""
+        """Return the result of :meth:`Backend.compile` as bytes; None if it cannot be stored."""
 
     def why_not_saved(self, compiled: Compiled) -> str | None:
         """Why :meth:`save` gives None for it; None where it does not."""
@@ -147,7 +147,7 @@ class Storing(Protocol):
     def load(self, data: bytes) -> Compiled:
         """Undo :meth:`save`, in any process with the same :meth:`environment`, without compiling anything.
 
-        The bytes hold code. The caller has made sure that nobody but this user could have written them.
+        The bytes hold code. The caller has made sure that only this user could have written them.
 
         Raises:
             ArtifactError: they cannot be used.

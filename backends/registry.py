@@ -49,13 +49,13 @@ class FunctionBackend(Backend):
         self.is_registered = name is not None  # else no other process finds it by its name
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]] | None:
-        """What the function asks for in an attribute ``decompositions``; None where it has none."""
+        """Return the function's attribute ``decompositions``; None if it has none."""
         return getattr(self.function, "decompositions", None)
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Compiled:
-        """Call the function; what it gives takes its arguments one by one, as ``torch.compile`` calls it.
+        """Call the function. The result takes its arguments one by one, as with ``torch.compile``.
 
-        Where it has an attribute ``_boxed_call`` and takes one argument, it gets them in a list that it empties.
+        If the result has an attribute ``_boxed_call`` and takes one argument, it gets a list, which it empties.
         """
         _LazyGraphModule.force_recompile(graph_module)  # what keeps its `forward` is to have the real one
         compiled = self.function(graph_module, list(example_inputs))
@@ -126,5 +126,5 @@ def _load(name: str) -> Backend:
 
 
 def _made(loaded: type) -> Backend:
-    """A backend of somebody's class, with the defaults of :class:`Backend` where the class does not derive from it."""
+    """Make a backend of a class, with the defaults of :class:`Backend` if the class does not derive from it."""
     return loaded() if Backend in loaded.__mro__ else type(loaded.__name__, (loaded, Backend), {})()

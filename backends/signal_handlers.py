@@ -1,5 +1,5 @@
-"""What the handler of a signal raises is the user's: a time is up, a machine is about to go. It comes in the midst of
-whatever runs, and is no failure of that."""
+"""Re-raise exceptions raised by the user's signal handlers, such as for a time limit or a machine that shuts down. They
+may arrive inside any code, and are no failure of that code."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _codes_of_handlers() -> Iterator[CodeType]:
-    """What runs at signals now, as far as it is Python's."""
+    """Yield the code of the current signal handlers that are written in Python."""
     for number in signal.valid_signals():
         handler: Any = signal.getsignal(number)
         while isinstance(handler, functools.partial):

@@ -16,7 +16,7 @@ def has(name: str) -> bool:
 
 
 def user_override(entry: Any) -> Any:
-    """What the user set an entry of a module of settings to, or ``_UNSET_SENTINEL``.
+    """Return the user's value of an entry in a module of settings, or ``_UNSET_SENTINEL``.
 
     Since 2.12 each thread has its own, in a ``ContextVar``. Before, there is one for all
     (``torch/utils/_config_module.py``).
@@ -25,12 +25,12 @@ def user_override(entry: Any) -> Any:
 
 
 def settings_belong_to_a_thread() -> bool:
-    """Whether what one thread sets of Inductor's settings is nothing to the others; see :func:`user_override`."""
+    """Return whether each thread has its own settings of Inductor; see :func:`user_override`."""
     return has("settings_of_a_thread")
 
 
 def plain_convolution_backward() -> Callable[..., Any] | None:
-    """What Inductor is to make a plain call of the backward of a convolution with; None where it makes nothing else.
+    """Return the call that Inductor should make of the backward of a convolution; None if it always makes that call.
 
     Since 2.13 Inductor has a lowering of its own (``torch/_inductor/kernel/conv.py``), which can fall back on the plain
     call. Before, there was only that (``torch/_inductor/lowering.py``).

@@ -50,9 +50,9 @@ and ours: with Inductor's own, 512, waking a second thread takes longer than mos
 _CUDA_GRAPHS = "triton.cudagraphs"
 """The setting of Inductor's that asks for CUDA graphs. They are ours then: Inductor's copy each input in."""
 _CALL = "def call("
-"""What Inductor's generated code has; that of a graph without calls is the graph's own."""
+"""The beginning of the entry in Inductor's generated code; without calls, the graph's own code is used."""
 _PROGRAMS = "straight line"
-"""Where an artifact has what makes straight-line programs, among its kernels; no kernel can be called so."""
+"""Name of the library that makes straight-line programs, among an artifact's kernels; no kernel can have this name."""
 
 
 class MissingCompilerError(RuntimeError):
@@ -86,7 +86,7 @@ class InductorBackend(ArtifactBackend):
         begin()
 
     def tracing(self, example_inputs: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-        """Of graphs for CUDA, notes where numbers of 16 bits are rounded."""
+        """Note where 16-bit numbers are rounded, in graphs for CUDA."""
         return noting_where_to_round(example_inputs)
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Compiled:
@@ -126,12 +126,12 @@ class InductorBackend(ArtifactBackend):
                 if device is not None and not has_symbols:
                     sum_shared_products(graph_module)
                     if convolve_in_channels_last(graph_module):
-                        # What is no longer needed is freed. Else it is kept for a later buffer of its size, which
+                        # Unneeded buffers are freed. Else each is kept for a later buffer of its size, which
                         # PyTorch's allocator would find as well, and of feature maps that is more memory than eager's.
                         more = config.patch(allow_buffer_reuse=False)
             if not any(node.op.startswith("call") for node in graph_module.graph.nodes):
                 return EagerBackend().compile(graph_module, example_inputs)  # as Inductor does, but it can be stored
-            # The mode's settings are read here alone: what runs later has them in its code.
+            # The mode's settings are read only here: the code that runs later contains them.
             with more:
                 compiled = compile_fx_inner(graph_module, list(example_inputs), is_backward=True)
             get_runtime_metrics_context().finish()  # takes some milliseconds: of a step that runs the code, otherwise
@@ -170,7 +170,7 @@ class InductorBackend(ArtifactBackend):
         return self._stored_with(compiled)[0]
 
     def _stored_with(self, compiled: Any) -> tuple[Stored, Mapping[str, Any]]:
-        """Of what Inductor made; and the namespace of its code."""
+        """Return the artifact's content for Inductor's result, and the namespace of its code."""
         _check_devices(compiled)
         for kind in ("frozen_param_names", "torchbind_constants", "opaque_value_type_classes"):
             if getattr(compiled, kind):
@@ -189,7 +189,7 @@ class InductorBackend(ArtifactBackend):
         return stored, namespace
 
     def _launched_directly(self, compiled: Any) -> Compiled:
-        """What another process would load, with what this one has loaded already."""
+        """Return the code that another process would load, with the kernels that this process has loaded already."""
         stored, namespace = self._stored_with(compiled)
         kernels = {name: namespace[name] for name in stored.kernels}
         launches = launched_here(stored.launches, namespace)
@@ -222,23 +222,23 @@ def _decompositions() -> Mapping[Any, Callable[..., Any]]:
 
 
 def _aligned(namespace: Mapping[str, Any], stored: Stored) -> Compiled:
-    """Of linked code, what is called."""
+    """Return the entry of linked code."""
     call: Compiled = namespace["call"]
     return Aligned(call, stored.aligned) if stored.aligned else call
 
 
 def _can_be_replayed(compiled: Any, graph_module: fx.GraphModule) -> bool:
-    """Whether it draws no random numbers, and writes into none of its inputs, of which it may be given copies."""
+    """Return whether a region draws no random numbers, and writes into no input, which may be a copy."""
     if any(draws(node.target) for node in graph_module.graph.nodes):
         return False
     return not getattr(compiled, "mutated_input_idxs", ())
 
 
 def _check_devices(compiled: Any) -> None:
-    """Whether code is for devices of which artifacts are made.
+    """Check that code is for devices that artifacts support.
 
     Raises:
-        CannotStoreError: it is for others.
+        CannotStoreError: it is for other devices.
     """
     others = sorted(compiled.device_types - {"cpu", "cuda"})
     if "cuda" in compiled.device_types and torch.version.hip:
@@ -250,7 +250,7 @@ def _check_devices(compiled: Any) -> None:
 
 
 def _settings(mode: str, graph_module: fx.GraphModule, on_cuda: bool) -> dict[str, Any]:
-    """What is set of Inductor's settings while a region is compiled."""
+    """Return the settings of Inductor for the compile of a region."""
     from torch._inductor import list_mode_options
 
     # Whoever calls us has checked sizes and strides; the generated code need not do it once more at each call.
@@ -279,10 +279,10 @@ def _with_symbols() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _convolutions_of_any_size() -> Iterator[None]:
-    """Where sizes are symbols, let the backward of a convolution be a plain call.
+    """Make the backward of a convolution a plain call if sizes are symbols.
 
-    Inductor's lowering of it (``_inductor/kernel/conv.py``, 2.13) asks for the input's strides as numbers, which makes
-    numbers of the image's height and width; without Triton it ends in that plain call anyhow.
+    Inductor's lowering of it (``_inductor/kernel/conv.py``, 2.13) reads the input's strides as numbers, which fixes the
+    image's height and width. Without Triton it ends in that plain call anyway.
     """
     plain = plain_convolution_backward()
     if plain is None:
@@ -307,7 +307,7 @@ def _numbers(example: Any) -> Sequence[Any]:
 
 
 def _straight(compiled: Any) -> Compiled:
-    """What has numbers for sizes, to be run as a straight-line program where all of it is on the CPU."""
+    """Wrap code whose sizes are numbers, to run as a straight-line program if all of it is on the CPU."""
     if getattr(compiled, "device_types", None) != {"cpu"}:
         return compiled
     namespace = namespace_of(compiled.current_callable)

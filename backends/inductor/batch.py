@@ -23,7 +23,7 @@ from .workarounds.instead import Instead
 _log = logging.getLogger(__name__)
 _INCLUDED = ("Python.h", "sstream", "cstdlib", "cerrno")
 _HEADERS = ("#define PY_SSIZE_T_CLEAN", *(f"#include <{header}>" for header in _INCLUDED))
-"""What Inductor's bindings include, which is read before any namespace begins."""
+"""The includes of Inductor's bindings, which must come before any namespace."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ class _Source:
 
 
 class _Batch:
-    """The kernels of one region, which are compiled when the first of them is asked for."""
+    """The kernels of one region, compiled at the first request for one of them."""
 
     def __init__(self) -> None:
         self._settings = inductor_settings()
         self._waiting: list[_Source] = []
 
     def add(self, argument_types: Sequence[str], code: str) -> Any:
-        """What Inductor takes for a kernel that is being compiled."""
+        """Return Inductor's object for a kernel that is being compiled."""
         from torch._inductor.codecache import LambdaFuture
 
         source = _Source(tuple(argument_types), code, self._settings)
@@ -85,7 +85,7 @@ _known: dict[_Source, Kernel] = {}
 
 
 def _is_known(source: _Source) -> bool:
-    """Whether a kernel was compiled, and its library is still there, for the store to read."""
+    """Return whether a kernel was compiled, and its library still exists for the store to read."""
     return source in _known and Path(_known[source].__self__.__file__).exists()  # type: ignore[attr-defined]
 
 
@@ -156,7 +156,7 @@ def _start_all(files: Sequence[Sequence[_Source]]) -> list[Callable[[], dict[_So
 
 
 def _start(sources: Sequence[_Source]) -> Callable[[], dict[_Source, Kernel]]:
-    """Begin to compile one file; what is returned waits for its kernels."""
+    """Begin to compile one file, and return a function that waits for its kernels."""
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
 
@@ -181,10 +181,10 @@ def _start(sources: Sequence[_Source]) -> Callable[[], dict[_Source, Kernel]]:
 
 
 def _headers_pay() -> bool:
-    """Whether headers are to be compiled ahead: where it was done before, or this process compiles a second time.
+    """Return whether headers should be compiled ahead: if it was done before, or this process compiles a second time.
 
-    Inductor does it before it compiles the first file, and keeps them for all processes; it takes longer than what is
-    then saved on the first files.
+    Inductor compiles them before the first file, and keeps them for all processes. That takes longer than it saves on
+    the first files.
     """
     from torch._inductor.codecache import _HEADER_DIR
 

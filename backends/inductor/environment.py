@@ -1,7 +1,7 @@
-"""What Inductor's code depends on beside its graph and the versions of torch and Python (torch 2.13).
+"""Dependencies of Inductor's code beside its graph and the versions of torch and Python (torch 2.13).
 
-What it was compiled *with* is no part of it: a library either loads or does not, and the loader says so. What it was
-compiled *for* is, as a wrong processor shows only when an instruction is met.
+The compiler is not among them: a library either loads or does not, and the loader says so. The target is, since a wrong
+processor shows only when it meets an unknown instruction.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NO_CODE = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "TORCHIN
 _NO_CODE_SETTINGS = ("trace.", "compile_threads", "worker_", "cpp.cxx")
 """As above: beginnings of settings."""
 DEFAULTS = "as they come"
-"""What is said of settings of which none was changed."""
+"""Text for settings none of which was changed."""
 
 
 def environment() -> dict[str, str]:
@@ -39,7 +39,7 @@ def environment() -> dict[str, str]:
         "machine": platform.machine(),
         # Inductor compiles with -march=native: any instruction of this processor may be in it.
         "instructions": _digest(_instructions()),
-        # Whichever of them ATen uses, ATEN_CPU_CAPABILITY heeded; Inductor chooses its vectors by it.
+        # The set that ATen uses, as ATEN_CPU_CAPABILITY limits it; Inductor chooses its vectors by it.
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         # Loops are split for that many, and the number stands in the code.
         "threads": str(torch.get_num_threads()),
@@ -52,11 +52,11 @@ def environment() -> dict[str, str]:
 
 
 CUDA = "cuda"
-"""What the names of parts begin with that are there only where CUDA is in use."""
+"""Prefix of the names of parts that exist only if CUDA is in use."""
 
 
 def _cuda() -> dict[str, str]:
-    """What kernels for CUDA depend on. A process that has no tensor there has none of it, and is not made to begin."""
+    """Return the dependencies of CUDA kernels: none in a process that has not initialised CUDA."""
     if torch.version.cuda is None or not torch.cuda.is_initialized():
         return {}
     return {
@@ -112,10 +112,10 @@ _hash: Callable[[], bytes] | None = None
 
 
 def chosen_settings() -> str:
-    """Which of Inductor's settings the user has changed in this thread: ``max_fusion_size=32``.
+    """Return the settings of Inductor that the user has changed in this thread: ``max_fusion_size=32``.
 
-    Where none was changed since it was last asked, this costs a question to the module of settings: half a microsecond.
-    (Before 2.12 settings are the process's, and whoever compiles changes some meanwhile: they are not looked at.)
+    If none was changed since the last call, this costs one query of the module of settings: half a microsecond. (Before
+    2.12 settings belong to the process, and each compile changes some meanwhile: they are not read.)
     """
     global _hash
     if _hash is None:
@@ -127,8 +127,8 @@ def chosen_settings() -> str:
 
 
 def questions_about_settings() -> list[tuple[Any, str | None, Any]]:
-    """What tells without Python that :func:`chosen_settings` would still give what it gives now: (function, None,
-    answer), where a call is to give something equal.
+    """Return questions with which C++ checks that :func:`chosen_settings` would still return the same: (function, None,
+    answer), where a call must return an equal value.
 
     The module of settings keeps the hash, and whether something was set since it was made, in two variables of the
     context (``ConfigModule.get_hash`` in ``torch/utils/_config_module.py``, 2.13).
@@ -142,7 +142,7 @@ def questions_about_settings() -> list[tuple[Any, str | None, Any]]:
 
 @functools.lru_cache(256)
 def _text(digest: bytes) -> str:
-    """What :func:`chosen_settings` says of the settings at hand, which have this hash of themselves."""
+    """Return the text of :func:`chosen_settings` for the current settings, which have this hash."""
     changed = _changed(sys.modules["torch._inductor.config"])
     return ", ".join(f"{name}={value}" for name, value in changed) or DEFAULTS
 
@@ -152,7 +152,7 @@ def _digest(text: str) -> str:
 
 
 def _instructions() -> str:
-    """The processor's features: the kernel's list where there is one, else torch's, which is shorter."""
+    """Return the processor's features: the kernel's list if there is one, else torch's, which is shorter."""
     try:
         with Path("/proc/cpuinfo").open() as lines:
             found = next(filter(_FEATURES.match, lines), None)  # of the first processor, without reading on
@@ -164,15 +164,15 @@ def _instructions() -> str:
 
 
 def is_chosen(name: str) -> bool:
-    """Whether the user has changed one of Inductor's settings."""
+    """Return whether the user has changed one of Inductor's settings."""
     config = sys.modules.get("torch._inductor.config")
     return config is not None and any(name == changed for changed, _ in _changed(config))
 
 
 def _changed(config: Any) -> list[tuple[str, str]]:
-    """What the user has set to another value than the default in a module of settings, or in None.
+    """Return the settings in a module that the user has set to another value than the default, or to None.
 
-    The order of what counts is that of ``ConfigModule._get_dict``.
+    The order of precedence is that of ``ConfigModule._get_dict``.
     """
     from torch.utils._config_module import _UNSET_SENTINEL as UNSET
 

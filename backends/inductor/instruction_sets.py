@@ -58,5 +58,5 @@ def ask() -> None:
 
 
 def _widest_first(sets: Sequence[VecISA]) -> list[VecISA]:
-    """Those from the first that compiler, loader and processor manage."""
+    """Return the sets from the first that compiler, loader and processor support."""
     return next((list(sets[index:]) for index, each in enumerate(sets) if each), [])

@@ -28,7 +28,7 @@ from ..artifacts import ArtifactError, CannotStoreError
 
 Kernel = Callable[..., Any]
 KernelId = tuple[str, str]
-"""Where a kernel is: the SHA-256 of its library, and its name there."""
+"""The place of a kernel: the SHA-256 of its library, and its name there."""
 ENTRY = "kernel"
 """The function in a library, and what ``PyInit_`` is followed by: ``CppPythonBindingsCodeCache.entry_function``. A
 library with more of them has a number behind the others, see :mod:`backends.batch`."""
@@ -124,7 +124,7 @@ def write_library(folder: Path, digest: str, data: bytes) -> Path:
 
 
 def _load(folder: Path, digest: str, entry: str) -> Kernel:
-    # The loader of the system takes a path, and Python a path and a name, for one library for ever: both have the hash.
+    # The system's loader keeps one library for a path, and Python for a path and a name: both contain the hash.
     path = _path(folder, digest)
     try:
         return kernel_in(str(path), f"compiled_region_{digest}.", entry)
@@ -150,7 +150,8 @@ def kernel_in(path: str, prefix: str, entry: str) -> Kernel:
 
 
 def address_of(kernel: Any) -> int | None:
-    """Where the function lies that a kernel calls with the addresses of its arguments; None for anything else."""
+    """Return the address of the function that a kernel calls with the addresses of its arguments; None for other
+    objects."""
     path, entry = getattr(getattr(kernel, "__self__", None), "__file__", None), getattr(kernel, "__name__", "")
     if not isinstance(kernel, types.BuiltinFunctionType) or not _ENTRY_FORM.fullmatch(entry) or path is None:
         return None
@@ -163,7 +164,7 @@ def address_of(kernel: Any) -> int | None:
 
 
 def address_in(library: ctypes.CDLL, name: str) -> int:
-    """Where a function of a shared library lies.
+    """Return the address of a function of a shared library.
 
     Raises:
         AttributeError: it has none of this name.

@@ -38,9 +38,9 @@ _CALLED = {
 }
 _SCALE = 0.3275911
 _COEFFICIENTS = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
-"""Of ``1 - erf(z)`` as a polynomial in ``1 / (1 + _SCALE * z)``, without its constant, times ``exp(-z * z)``, for ``z``
-from 0 on: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26, off by at most 1.5e-7. With AVX2 and
-AVX512 ATen's ``erf`` is this one, from which Inductor's code is made (``aten/src/ATen/cpu/vec/``, 2.13); in an eager
+"""Coefficients of ``1 - erf(z)`` as a polynomial in ``1 / (1 + _SCALE * z)``, without its constant, times ``exp(-z *
+z)``, for ``z`` from 0 on: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26, off by at most 1.5e-7.
+With AVX2 and AVX512 this is ATen's ``erf``, which Inductor's code uses (``aten/src/ATen/cpu/vec/``, 2.13). In an eager
 GELU of float32 oneDNN computes it, as exactly."""
 
 
@@ -58,7 +58,7 @@ def gelu_backward(grad: Tensor, self: Tensor) -> Tensor:
 
 
 def _gelu_backward(grad: Tensor, self: Tensor, *, approximate: str = "none") -> Any:
-    """Where eager's is as exact: its largest error is a tenth less, and below -1 larger."""
+    """Compute GELU's backward about as exactly as eager. Its largest error is a tenth less, but larger below -1."""
     plain = approximate == "none" and grad.dtype == self.dtype == torch.float32 and self.device.type == "cpu"
     if plain and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
         return gelu_backward(grad, self)
@@ -75,7 +75,7 @@ def sum_rows_with_aten(graph_module: fx.GraphModule) -> None:
     """Have ATen compute sums over rows.
 
     Args:
-        graph_module: an ATen graph, whose nodes have their values in ``meta``. What it has on devices stays as it is.
+        graph_module: an ATen graph, whose nodes have their values in ``meta``. Nodes on other devices are unchanged.
     """
     found = graph_module.graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList)
     sums = {node: _rows(node) for node in found if len(node.args) > 1}  # users' passes may name arguments
@@ -87,13 +87,13 @@ def sum_rows_with_aten(graph_module: fx.GraphModule) -> None:
 
 
 def _rows(node: Any) -> tuple[tuple[int, ...], fx.Node]:
-    """Of a sum the dimensions, and what it sums."""
+    """Return the dimensions of a sum, and its argument."""
     ndim = max(node.args[0].meta["val"].dim(), 1)
     return tuple(sorted(dim % ndim for dim in node.args[1] or ())), node.args[0]
 
 
 def _sums_many_rows(node: Any, dims: tuple[int, ...]) -> bool:
-    """Whether it is one over the first dimensions of a contiguous tensor, and large enough to call."""
+    """Return whether a sum is over the first dimensions of a contiguous tensor, and large enough for a call."""
     value = node.args[0].meta["val"]
     if value.device.type != "cpu" or value.dtype not in (torch.float32, torch.float64):
         return False
@@ -103,13 +103,13 @@ def _sums_many_rows(node: Any, dims: tuple[int, ...]) -> bool:
 
 
 def _is_large(value: Tensor) -> bool:
-    """Of a size that is a symbol, the one that the graph was traced with counts."""
+    """Return whether a value is large. For a symbolic size, the size of the trace counts."""
     sizes = [getattr(getattr(size, "node", None), "hint", size) for size in value.shape]
     return all(isinstance(size, int) for size in sizes) and torch.Size(sizes).numel() >= LEAST_SUMMED
 
 
 def _origin(node: Any) -> fx.Node:
-    """What a view is one of."""
+    """Return the tensor of which a value is a view."""
     while node.target in _VIEWS:
         node = node.args[0]
     found: fx.Node = node
@@ -117,16 +117,16 @@ def _origin(node: Any) -> fx.Node:
 
 
 def _origins(node: Any) -> set[fx.Node]:
-    """What a sum of this reads as it goes down the rows. Where several read the same, as those for the weight and the
-    bias of a normalization do, fused code computes them in one loop."""
+    """Return the tensors that a sum reads as it goes down the rows. If several sums read the same, as those for the
+    weight and the bias of a normalization do, fused code computes them in one loop."""
     return {_origin(each) for each in (node, *_origin(node).all_input_nodes)}
 
 
 def _is_in_memory(node: fx.Node) -> bool:
-    """Whether fused code would not have a value in passing: it comes from, or goes to, what is no fused code."""
+    """Return whether a value comes from, or goes to, unfused code. Then fused code cannot sum it in passing."""
     return node.op == "placeholder" or node.target in _CALLED or any(user.target in _CALLED for user in _users(node))
 
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:
-    """Those of a value and of its views."""
+    """Return the users of a value and of its views."""
     return itertools.chain.from_iterable(_users(user) if user.target in _VIEWS else (user,) for user in node.users)

@@ -1,7 +1,7 @@
-"""Runs something compiled once with poison in all memory that it allocates: what reads it before it wrote it is seen.
+"""Runs compiled code once with poison in all memory that it allocates, so that reads before a write show.
 
-Fresh memory often holds zeros, or what the last run left there, which is right as long as it is the same. Nothing that
-others run is changed: the code runs in a namespace of its own, with other functions that allocate.
+Fresh memory often holds zeros, or the last run's values, which are right as long as they are the same. Nothing that
+other code runs is changed: the code runs in a namespace of its own, with other functions that allocate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .wrappers import namespace_of
 _ALLOCATING = "empty_strided"
 """Names of functions that allocate begin so in Inductor's generated code (``_inductor/codegen/wrapper.py``, 2.13)."""
 _SHARED = "empty_strided_p2p"
-"""But this one's memory is other processes' too, which may be reading it."""
+"""Except this one: its memory belongs to other processes too, which may be reading it."""
 _FRESH = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized"}
 )
@@ -143,7 +143,7 @@ class _FreshMemory(TorchDispatchMode):
 
 
 def _allocates_by_operators(compiled: Any) -> bool:
-    """Whether it is the code of an FX graph, made here or loaded, and names such an operator."""
+    """Return whether code is that of an FX graph, made here or loaded, and names such an operator."""
     function = getattr(compiled, "__func__", None)
     if not isinstance(function, types.FunctionType):
         return False

@@ -21,15 +21,15 @@ FALLBACK = "fallback_random"
 
 
 def draws(target: Any) -> bool:
-    """Whether an operator draws from a generator."""
+    """Return whether an operator draws from a generator."""
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 @functools.cache
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Inductor's table as it is with its own ``fallback_random``, and ``bernoulli`` as eager has it.
+    """Return Inductor's table as with its own ``fallback_random``, and with eager's ``bernoulli``.
 
-    Inductor decomposes that into a comparison with ``rand``, which draws something else.
+    Inductor decomposes ``bernoulli`` into a comparison with ``rand``, which draws other numbers.
     """
     from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table

@@ -38,7 +38,7 @@ def noting_where_to_round(examples: Sequence[Any]) -> AbstractContextManager[Any
 
 
 def rounds(graph_module: fx.GraphModule) -> bool:
-    """Whether a graph has numbers of 16 bits, and the user has not set how they are computed."""
+    """Return whether a graph has 16-bit numbers, and the user has not set their rounding."""
     if is_chosen(SETTING):
         return False
     values = (node.meta.get("val") for node in graph_module.graph.nodes)

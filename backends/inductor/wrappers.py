@@ -1,7 +1,5 @@
-"""The Python code that Inductor generates around its kernels (torch 2.13), cut down to what running a region needs.
-
-What is kept: the function ``call`` and the statements that it depends on.
-"""
+"""The Python code that Inductor generates around its kernels (torch 2.13), cut down to the parts that run a region: the
+function ``call`` and the statements that it depends on."""
 
 from __future__ import annotations
 
@@ -26,10 +24,10 @@ _EXTERN = "extern_kernels"
 
 
 def store(source: str, live: Mapping[str, Any], constants: Mapping[str, Any]) -> Stored:
-    """What is needed to run generated code elsewhere.
+    """Return the content of an artifact that runs generated code elsewhere.
 
     Args:
-        source: all that Inductor generated.
+        source: all of Inductor's generated source.
         live: the namespace in which it has been run; its kernels are taken from there.
         constants: tensors that Inductor puts into that namespace.
 
@@ -78,7 +76,8 @@ def store(source: str, live: Mapping[str, Any], constants: Mapping[str, Any]) ->
 
 
 def namespace_of(call: Any) -> dict[str, Any] | None:
-    """That of generated code, where ``call`` is its entry; None where something is put around that, or it is none."""
+    """Return the namespace of generated code whose entry is ``call``; None if ``call`` is wrapped, or is no generated
+    code."""
     namespace = getattr(getattr(call, "__func__", call), "__globals__", {})
     return namespace if namespace.get(_ENTRY) == call else None
 

@@ -25,7 +25,7 @@ def cuda_device(graph_module: fx.GraphModule) -> int | None:
 
 
 class Replayable(Protocol):
-    """What was captured."""
+    """A captured graph."""
 
     def replay(self) -> None:
         """Run it on the current stream."""
@@ -36,7 +36,7 @@ class CannotCaptureError(Exception):
 
 
 class Device:
-    """What is asked of one CUDA device. Tests put another one in its place."""
+    """Queries and actions on one CUDA device. Tests replace it."""
 
     kind = "cuda"
 
@@ -48,14 +48,14 @@ class Device:
         return torch._C._cuda_getCurrentRawStream(self.index)
 
     def is_capturing(self) -> bool:
-        """Whether that stream is being captured by somebody else."""
+        """Return whether other code is capturing the current stream."""
         return torch.cuda.is_current_stream_capturing()
 
     def capture(self, run: Callable[[], None]) -> Replayable:
-        """What ``run`` does, as a graph. It has not been executed.
+        """Capture the work of ``run`` as a graph, without executing it.
 
         Raises:
-            CannotCaptureError: it does something that cannot be captured, or there was no memory.
+            CannotCaptureError: it does something that cannot be captured, or memory was short.
         """
         now = torch.cuda.current_stream(self.index)
         graph = torch.cuda.CUDAGraph()

@@ -1,9 +1,9 @@
-"""Backwards of convolutions whose operands are in channels last, which is how cuDNN computes them on recent devices.
+"""Backwards of convolutions whose operands are in channels last, the layout of cuDNN's kernels on recent devices.
 
-Of contiguous tensors it transposes both operands of each product, the gradient of the result for each of the two, and
-what the products give. Here the kernel that makes a gradient writes it in channels last, an image is transposed once,
-and the results are transposed back, by a kernel that may do more besides. That is not less where there is one product
-alone, and a kernel of one pixel is no reason for cuDNN to transpose anything.
+For contiguous tensors, cuDNN transposes both operands of each product (the gradient of the result twice), and the
+results. Here the kernel that makes a gradient writes it in channels last, an image is transposed once, and the results
+are transposed back by a kernel that may do more work. That saves nothing for a single product, and for a kernel of one
+pixel cuDNN transposes nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import _C, fx
 
 _FEWEST_CHANNELS = 64
 _CHANNELS_IN_STEPS_OF = 8
-"""Of fewer channels nothing is gained (docs/decisions/faster_compiled_code.md), nor where they are not as many as
-tensor cores take at a time."""
+"""Minimum number of channels, and a divisor of it. Fewer channels gain nothing
+(docs/decisions/faster_compiled_code.md), nor does a number that is no multiple of a tensor core's step."""
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
 
 
@@ -87,7 +87,7 @@ def _is_faster(node: fx.Node) -> bool:
 
 
 def _in_channels_last(node: fx.Node) -> Sequence[torch.Tensor | None] | None:
-    """What it gives of such operands; None where that is not in channels last, whatever the reason."""
+    """Return the results for such operands; None if they are not in channels last."""
     operands = [_empty(each, _last(each)) for each in map(_value, cast(tuple[fx.Node, ...], node.args[:2]))]
     results = _CONVOLUTION(*operands, *fx.node.map_arg(node.args[2:], _value))
     return results if all(each.is_contiguous(memory_format=torch.channels_last) for each in results[:2]) else None

@@ -1,8 +1,8 @@
 """Generated code for a CUDA device whose kernels are launched directly from its second run on.
 
-In the process that has compiled it, Inductor's own objects launch kernels: each call of one looks for what there may be
-to tune, to profile or to write down (``CachingAutotuner.run``, torch 2.13), which takes several times as long as the
-launch that it ends in. What is stored for other processes has only that launch. Here it runs in this process too.
+In the process that has compiled it, Inductor's own objects launch kernels. Each call checks for tuning, profiling and
+logging (``CachingAutotuner.run``, torch 2.13), which takes several times as long as the launch itself. Code stored for
+other processes has only the launch. Here it runs in this process too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Direct:
         return self.run_form(self.form_for(arguments), arguments)
 
     def form_for(self, arguments: Sequence[Any]) -> str:
-        """What the next call in this thread runs; the other form is made for it, where it is time."""
+        """Return the form of the next call in this thread, and make the other form when it is time."""
         if self._has_run and not self._is_settled:
             self._settle()
         looked_at = self.direct is None or torch.autograd.profiler._is_profiler_enabled  # Inductor tells it of kernels
@@ -65,7 +65,7 @@ class Direct:
         return results
 
     def is_last(self, form: str) -> bool:
-        """Whether no other form takes over from this one later."""
+        """Return whether no other form takes over from this one later."""
         return form == LAUNCHED_DIRECTLY or (self._is_settled and self.direct is None)
 
     def drop(self, form: str) -> bool:

@@ -1,8 +1,8 @@
-"""Regions that run as CUDA graphs (written against torch 2.13, tried on 2.11), without copies of what stays.
+"""Regions that run as CUDA graphs (written against torch 2.13, tried on 2.11), without copies of inputs that stay.
 
-A CUDA graph reads and writes the addresses that it was captured with. So a graph is used again only where all inputs
-lie where they lay then, but for small ones that move, which are copied in; and only while nobody holds what its last
-run gave. Any other call captures another graph, or runs the generated code as it is.
+A CUDA graph reads and writes the addresses that it was captured with. So a graph is used again only if all inputs have
+the same addresses, except small ones that move, which are copied in; and only while no result of its last run is
+referenced. Any other call captures another graph, or runs the generated code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REPLAY = "CUDA graph"
 FIRST_RUNS = 3
 """So often the generated code runs before anything is captured: the first runs allocate what later ones do not."""
 SIGHTINGS = 2
-"""What was met so often before, with the same addresses, is captured."""
+"""Number of earlier calls with the same addresses after which they are captured."""
 MAX_GRAPHS = 128
 """The largest number of graphs kept of one region's code."""
 MAX_SEEN = 256
@@ -34,12 +34,12 @@ MAX_SEEN = 256
 MAX_BYTES = 1 << 30
 """Bytes that the results of one region's graphs may take, at most."""
 MAX_SPOILT = 8
-"""Where the memory of results was moved so often, no graph is captured any more."""
+"""Number of times that the memory of results may be moved before captures end."""
 FREE_CAPTURES = 160
-"""So many captures cost nothing; each further one must have been earned by so many replays:"""
+"""Number of free captures. Each further one needs this number of replays:"""
 REPLAYS_FOR_A_CAPTURE = 32
 PATIENCE = 256
-"""After so many calls more than replays, and eight times the replays, no graph is looked for any more."""
+"""Limit of runs of the generated code: this number, plus eight times the replays. Beyond it no graph is looked for."""
 
 
 class _NoRoomError(Exception):
@@ -53,16 +53,16 @@ class _Thread(threading.local):
 class Replayed:
     """Calls generated code, as a CUDA graph where one was captured of it with the same addresses.
 
-    A graph's results are lent: they lie in memory that it writes to again, when nobody holds them any more. Two graphs
-    of the same addresses are there where results of the first are kept, as a ``.grad`` that is added to.
+    A graph's results are lent: the graph writes their memory again once nothing refers to them. There are two graphs of
+    the same addresses if results of the first are kept, as a ``.grad`` that is added to.
 
     Args:
         compiled: the generated code, with numbers for sizes, which draws no random numbers.
-        device: where it runs.
+        device: the device on which the code runs.
 
     Attributes:
-        why_not: why no graph is captured (any more); empty where one may be.
-        captures, replays: how often each has happened.
+        why_not: the reason why no graph is captured (any more); empty if one may be.
+        captures, replays: their numbers.
     """
 
     def __init__(self, compiled: Compiled, device: Device) -> None:
@@ -86,18 +86,19 @@ class Replayed:
     # ---- forms -----------------------------------------------------------------------------------------------------
 
     def form_for(self, arguments: Sequence[Any]) -> str:
-        """What the next call in this thread runs."""
+        """Return the form of the next call in this thread."""
         key = self._key(arguments)
         if key is not None and (key in self._graphs or self._is_worth_it(key)):
             return REPLAY
         return protocol.form_for(self.compiled, arguments)
 
     def is_last(self, form: str) -> bool:
-        """Whether no other form takes over from this one later."""
+        """Return whether no other form takes over from this one later."""
         return form == REPLAY or (bool(self.why_not) and protocol.is_last(self.compiled, form))
 
     def form_that_ran(self) -> str:
-        """What the last call in this thread has run: where another thread captures, say, not what was expected."""
+        """Return the form of the last call in this thread: another than expected if another thread was capturing, for
+        example."""
         return self._thread.ran
 
     def drop(self, form: str) -> bool:
@@ -179,7 +180,7 @@ class Replayed:
         return None
 
     def _is_worth_it(self, key: Hashable) -> bool:
-        """Whether a graph for these addresses would be used again, as far as one can tell."""
+        """Return whether a graph for these addresses is likely to be used again."""
         allowed = FREE_CAPTURES + self.replays // REPLAYS_FOR_A_CAPTURE
         return (
             self._runs >= FIRST_RUNS
@@ -208,13 +209,13 @@ class Replayed:
                 CAPTURING.release()
 
     def _make_room(self, key: Hashable) -> None:
-        """Let go of a graph whose addresses have not come for a while: what is captured next gets its memory.
+        """Release a graph whose addresses did not occur for a while: the next capture gets its memory.
 
-        To allocate some anew would have other addresses change, and so on without end.
+        New memory would change other addresses, and so on without end.
 
         Raises:
             CannotCaptureError: the results take too much memory.
-            _NoRoomError: they would, beside those of graphs that are in use.
+            _NoRoomError: the results take too much memory beside those of graphs in use.
         """
         size = sum(bytes_of(each) for each in self._layouts)
         if size > MAX_BYTES:
@@ -234,7 +235,7 @@ class Replayed:
             raise _NoRoomError
 
     def _memories(self) -> int:
-        """How many there are for the results: those of all graphs, and those that are kept for others."""
+        """Return the number of memories for results: those of all graphs, and those kept for other graphs."""
         return sum(map(len, self._graphs.values())) + sum(map(len, self._spare.values()))
 
     def _drop(self, key: Any) -> None:

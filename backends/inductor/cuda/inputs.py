@@ -1,4 +1,4 @@
-"""Where the inputs of a region lie that runs as CUDA graphs: which stay where they are, and which are copied in."""
+"""Inputs of a region that runs as CUDA graphs: some stay at their addresses, and others are copied in."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from .capture import Device
 
 WINDOW = 16
-"""So many calls that were no replays are looked at to see which inputs stay where they are."""
+"""Number of calls without a replay whose addresses show which inputs stay."""
 ENOUGH = 64
-"""Where there were so many replays meanwhile, nothing is changed."""
+"""Number of replays meanwhile from which nothing is changed."""
 MAX_COPIED = 32 << 20
 """Bytes that are copied in at a call, at most, which takes a GPU ten or twenty microseconds. Where more moves, no graph
 runs but where all lies where it lay."""
@@ -21,10 +21,10 @@ HERE, NUMBER, ELSEWHERE = "here", "number", "elsewhere"
 
 
 class Inputs:
-    """What is known of a region's inputs.
+    """Facts about a region's inputs.
 
     Attributes:
-        copied: the numbers of those that are copied into memory of their own before a graph runs.
+        copied: the indices of inputs that are copied into memory of their own before a graph runs.
     """
 
     def __init__(self, device: Device) -> None:
@@ -36,12 +36,12 @@ class Inputs:
         self._buffers: dict[int, dict[int, torch.Tensor]] = {}  # by stream
 
     def can_be_replayed(self, arguments: Sequence[Any]) -> bool:
-        """Whether all of them lie on the device, or are numbers."""
+        """Return whether all inputs are on the device, or are numbers."""
         self._kinds = self._kinds or list(map(self._kind, arguments))
         return ELSEWHERE not in self._kinds
 
     def key(self, arguments: Sequence[Any]) -> Hashable:
-        """All that a graph has in it of a call: addresses, the stream, and numbers, which are read meanwhile."""
+        """Return the parts of a call that a graph contains: addresses, the stream, and numbers, which are read here."""
         pairs = zip(self._kinds, arguments, strict=True)
         parts: list[Any] = [each.data_ptr() if kind is HERE else _number(each) for kind, each in pairs]
         for index in self.copied:
@@ -73,7 +73,7 @@ class Inputs:
         return True
 
     def placed(self, arguments: Sequence[Any]) -> list[Any]:
-        """What a graph is captured with: memory of our own in place of those that are copied."""
+        """Return the inputs for a capture: memory of our own replaces inputs that are copied."""
         placed = list(arguments)
         if self.copied:
             buffers = self._buffers.get(self.device.stream())
@@ -100,7 +100,7 @@ class Inputs:
 
 
 def _number(argument: Any) -> Hashable:
-    """A number as part of a key: what is equal is the same to every bit. No NaN equals another."""
+    """Return a number as part of a key: equal keys are equal in every bit. No NaN equals another."""
     value = argument.item() if isinstance(argument, torch.Tensor) else argument
     return value if value and not isinstance(value, complex) else repr(value)
 

@@ -22,7 +22,8 @@ from ..kernels import LOADING, private_folder, write_library
 from .one_graph import extent
 
 _ALIGNING = "align_inputs_from_check_idxs.<locals>.run"
-"""What Inductor puts around generated code (``_inductor/utils.py``): it copies what lies where kernels do not read."""
+"""The function that Inductor puts around generated code (``_inductor/utils.py``) to copy inputs that kernels cannot
+read."""
 _ALIGNMENT = 16
 """``ALIGNMENT`` in the same file: at what multiples of bytes kernels take the memory of their tensors to begin."""
 _NOT_LAUNCHED = {
@@ -37,7 +38,7 @@ _functions: dict[tuple[str, str, int], int] = {}
 
 
 class Launched:
-    """What takes the place of Inductor's ``CachingAutotuner`` in loaded code, which calls ``run`` alone of it."""
+    """Replaces Inductor's ``CachingAutotuner`` in loaded code, which only calls its ``run``."""
 
     __slots__ = ("run",)
 
@@ -73,8 +74,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def alignment_of(call: Any) -> tuple[Any, list[int], list[int]]:
-    """What Inductor has put its copying of inputs around, which inputs it looks at, and which of them the code writes
-    into, so that they are copied back. As it is where there is no copying."""
+    """Return the code inside Inductor's copying of inputs, the inputs that it checks, and those that the code writes
+    into, so that they are copied back. Code without copying is returned unchanged."""
     if getattr(call, "__qualname__", "") != _ALIGNING:
         return call, [], []
     cells = dict(zip(call.__code__.co_freevars, (cell.cell_contents for cell in call.__closure__), strict=True))
@@ -144,7 +145,7 @@ def _launcher(name: str, kernel: Any) -> Any:
 
 
 def _static(name: str, launcher: Any) -> Any:
-    """What launches it, in the end."""
+    """Return the object that launches a kernel in the end."""
     static: Any = getattr(launcher.__globals__.get("runner"), "__self__", None)
     if type(static).__name__ != "StaticallyLaunchedCudaKernel":
         raise CannotStoreError(f"its kernel {name} is launched by Triton, not by torch's own launcher")
@@ -155,7 +156,7 @@ def _static(name: str, launcher: Any) -> Any:
 
 
 def _grid(meta: Mapping[str, Any], config: Any) -> tuple[list[str], list[str]]:
-    """How many blocks there are in each direction, as Inductor's launcher says it: statements, and expressions."""
+    """Return the numbers of blocks in each direction, as in Inductor's launcher: statements, and expressions."""
     from torch._inductor.runtime.triton_heuristics import GridExpr
 
     grid = GridExpr.from_meta(meta, config)  # type: ignore[arg-type]
@@ -165,7 +166,7 @@ def _grid(meta: Mapping[str, Any], config: Any) -> tuple[list[str], list[str]]:
 def _check_launcher(
     name: str, launcher: Any, parameters: Sequence[str], passed: Sequence[str], grid: tuple[list[str], list[str]]
 ) -> None:
-    """Whether Inductor's launcher does just this (``CompileResult._gen_launcher_code``); its text is not kept."""
+    """Check that Inductor's launcher does just this (``CompileResult._gen_launcher_code``); its text is not kept."""
     lines, numbers = grid
     names = [f"grid_{index}" for index in range(3)]
     body = [*lines, *(f"{each} = {number}" for each, number in zip(names, numbers, strict=True))]
@@ -202,7 +203,7 @@ def _folded(grid: tuple[list[str], list[str]], given: Mapping[str, int]) -> tupl
 
 
 def _binary(name: str, static: Any, device: int) -> bytes:
-    """What Triton has compiled; Inductor drops it when it has loaded it, and leaves it in the folder of its cache."""
+    """Return Triton's binary. Inductor drops it after loading, but leaves it in the folder of its cache."""
     from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
     from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
 
@@ -216,7 +217,7 @@ def _binary(name: str, static: Any, device: int) -> bytes:
 
 
 def capability_of(device: int) -> str:
-    """What a device's binaries are compiled for: ``9.0``."""
+    """Return the capability that a device's binaries are compiled for: ``9.0``."""
     return ".".join(map(str, torch.cuda.get_device_capability(device)))
 
 
@@ -292,5 +293,5 @@ def _load(libraries: Mapping[str, bytes], launches: Sequence[Launch], launcher: 
             with torch.cuda.device(launch.device):
                 loaded = launcher._load_kernel(str(paths[launch.library]), launch.entry, launch.shared, launch.device)
             # The function, its registers and its spills; 2.13 gives the module before these, whose memory stays for as
-            # long as nobody unloads it.
+            # long as it is not unloaded.
             _functions[_key(launch)] = loaded[-3]

@@ -18,13 +18,13 @@ class Graph:
     """One graph, and how its results are given.
 
     Attributes:
-        graph: what is replayed.
-        memory: of each result the tensor that the graph writes it to; what is no tensor, as it is.
-        through: of each result that lies in the memory of an input instead: its number, that of the input, and how.
-        used: when, by the region's number of calls.
-        pieces: the memory that the results lie in.
-        places: where each of these is, and how large.
-        unused: how many hold each while nobody outside does.
+        graph: the captured graph.
+        memory: for each result the tensor that the graph writes it to; a value that is no tensor, unchanged.
+        through: for each result in the memory of an input: its index, that of the input, and its layout.
+        used: the time of the last use, as the region's number of calls.
+        pieces: the memory of the results.
+        places: the address and size of each piece.
+        unused: the number of references to each piece if no result is referenced.
     """
 
     graph: Replayable
@@ -42,11 +42,12 @@ class Graph:
         self.places, self.unused = self._places(), self._holders()
 
     def is_free(self) -> bool:
-        """Whether nobody holds what the last run gave, nor anything else in that memory, and it is where it was."""
+        """Return whether no result of the last run, nor anything else in its memory, is referenced, and no memory has
+        moved."""
         return self._holders() == self.unused and not self.is_spoilt()
 
     def is_spoilt(self) -> bool:
-        """Whether somebody who had a result gave its memory back, or took some elsewhere (``resize_``, ``out=``)."""
+        """Return whether a holder of a result has freed its memory, or replaced it (``resize_``, ``out=``)."""
         return self._places() != self.places
 
     def _holders(self) -> list[int]:
@@ -118,7 +119,7 @@ def captured(compiled: Compiled, arguments: list[Any], memory: list[Any], device
 
 
 def _lies_within(result: torch.Tensor, argument: torch.Tensor) -> bool:
-    """Whether all of a result lies between the first and the last element of an input, with the same dtype."""
+    """Return whether all of a result lies between the first and the last element of an input, with the same dtype."""
     if argument.dtype is not result.dtype or not result.numel():
         return False
     begin = result.data_ptr() - argument.data_ptr()
@@ -126,12 +127,13 @@ def _lies_within(result: torch.Tensor, argument: torch.Tensor) -> bool:
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """How many elements lie between the first and the last of a tensor, both counted; 0 of one without any."""
+    """Return the number of elements from the first to the last of a tensor in memory, both included; 0 for an empty
+    one."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _lying_in(source: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
-    """A tensor in another one's memory, so many elements behind its first, which is no view of it."""
+    """Return a tensor in another one's memory, ``offset`` elements behind its first. It is no view of the other."""
     return source.data.as_strided(size, stride, source.storage_offset() + offset).data

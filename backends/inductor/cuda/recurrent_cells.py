@@ -1,8 +1,8 @@
 """The backward of cells of recurrent networks on CUDA, as pointwise operators.
 
 There ``nn.LSTMCell`` and ``nn.GRUCell`` run as one kernel, whose backward is an operator of its own: Inductor calls it,
-and cannot fuse it with what is around. What it computes stands in ``aten/src/ATen/native/cuda/RNN.cu`` (2.13), in
-float32 where numbers have 16 bits.
+and cannot fuse it with what is around. Its formulas are those of ``aten/src/ATen/native/cuda/RNN.cu`` (2.13), in
+float32 for 16-bit numbers.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 _FEWEST = 4
-"""So many products of one sum are worth it."""
+"""Minimum number of products in a sum."""
 _OPERANDS = 2
 """How large the operands of a group may be, by the size of the product: they are held for longer than eager would."""
 _ROUNDED = (torch.float16, torch.bfloat16)
@@ -96,7 +96,7 @@ def _value(node: object) -> Any:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """Whether it adds two tensors of the size, dtype and device of the result."""
+    """Return whether a node adds two tensors of the size, dtype and device of the result."""
     if node.op != "call_function" or node.target is not _ADD or node.kwargs or len(node.args) != 2:
         return False
     values = [*map(_value, (node, *node.args))]
@@ -120,12 +120,12 @@ def _terms(root: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_for_one(node: object, target: object) -> bool:
-    """Whether it is such a call, which one other needs."""
+    """Return whether a node is a call of ``target`` with a single user."""
     return isinstance(node, fx.Node) and node.target is target and len(node.users) == 1 and not node.kwargs
 
 
 def _rows_of(term: fx.Node) -> fx.Node | None:
-    """Of ``x.sum(0)``, or of ``x.sum(0, keepdim=True).view(-1)``: the matrix ``x``."""
+    """Return the matrix ``x`` of ``x.sum(0)``, or of ``x.sum(0, keepdim=True).view(-1)``."""
     total: Any = term.args[0] if _is_for_one(term, _VIEW) else term
     if not _is_for_one(total, _SUM) or _value(term).dim() != 1 or not isinstance(total.args[1], Sequence):
         return None
@@ -135,12 +135,12 @@ def _rows_of(term: fx.Node) -> fx.Node | None:
     return rows if same and [*dims] == [0] else None
 
 
-# ---- what is made of them ----------------------------------------------------------------------------------------
+# ---- replacement ----------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Joined:
-    """What was concatenated so far: matrices, one above the other."""
+    """The concatenation so far: matrices, one above the other."""
 
     graph: fx.Graph
     wholes: dict[tuple[fx.Node, ...], fx.Node] = field(default_factory=dict)
@@ -210,7 +210,7 @@ def _repeats(parts: Sequence[fx.Node]) -> bool:
 
 
 def _after(graph: fx.Graph, *nodes: Any) -> Any:
-    """Where all of them are there."""
+    """Return a context that inserts after all of some nodes."""
     last = max(nodes)
     return graph.inserting_before(last.next if last.op != "placeholder" else _first_call(graph))
 
@@ -227,6 +227,6 @@ def _call(graph: fx.Graph, target: Any, *arguments: Any) -> fx.Node:
 
 
 def _transposed(node: Any) -> fx.Node | None:
-    """What a matrix is the transpose of."""
+    """Return the matrix of which a node is the transpose."""
     is_one = isinstance(node, fx.Node) and node.target is _PERMUTE and node.args[1] == [1, 0]
     return node.args[0] if is_one else None

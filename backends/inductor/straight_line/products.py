@@ -17,15 +17,15 @@ from ..kernels import address_in
 _log = logging.getLogger(__name__)
 _INT_MAX = 2**31 - 1
 _SMALL = 64**3
-"""A product of at most so many multiplications is computed by one thread (``benchmarks/threads.py``): BLAS would wake
-others for it, and wait for them longer than it takes."""
+"""Maximum number of multiplications of a product that one thread computes (``benchmarks/threads.py``). BLAS would wake
+other threads, and wait for them longer than the product takes."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """What a name stands for: something in a slot, or other sizes and strides over its memory.
+    """The value of a name: a slot, or other sizes and strides over its memory.
 
-    ``dtype`` is None where nothing is known of it but the slot; ``offset`` counts elements.
+    ``dtype`` is None if nothing but the slot is known; ``offset`` counts elements.
     """
 
     slot: int
@@ -51,7 +51,7 @@ class Value:
 
 
 def is_dense(value: Value) -> bool:
-    """Whether a matrix lies in memory without gaps and without repetition."""
+    """Return whether a matrix lies in memory without gaps and without repetition."""
     (rows, columns), (down, right) = value.sizes, value.strides
     return (right, down) == (1, columns) or (down, right) == (1, rows)
 
@@ -86,14 +86,14 @@ def _library() -> Path:
 
 
 def in_blas(to: Value, left: Value, right: Value, alpha: float, beta: float) -> tuple[Any, ...] | None:
-    """What ``torch.mm`` has BLAS compute, by the rules of ``addmm_impl_cpu_`` (``ATen/native/LinearAlgebra.cpp``).
+    """Return the call of BLAS in ``torch.mm``, by the rules of ``addmm_impl_cpu_`` (``ATen/native/LinearAlgebra.cpp``).
 
-    BLAS has columns one after the other. Where the result has rows one after the other, its transposed is computed, of
-    the transposed factors in the other order.
+    BLAS stores columns one after the other. If the result stores rows one after the other, its transpose is computed,
+    from the transposed factors in the opposite order.
 
     Returns:
-        The parts of the instruction ``product`` before its memory, and the two factors in their order. None where a
-        factor would have to be copied, where nothing is to be computed, and for other types of numbers.
+        The parts of the instruction ``product`` before its memory, and the two factors in their order. None if a factor
+        would have to be copied, if nothing has to be computed, and for other types of numbers.
     """
     address = products().get(to.dtype) if to.dtype is not None else None
     if (
@@ -122,7 +122,7 @@ def in_blas(to: Value, left: Value, right: Value, alpha: float, beta: float) -> 
 
 
 def _leading(value: Value, rows: int, columns: int, height: int, width: int) -> tuple[bool, int] | None:
-    """Whether a factor of ``height`` by ``width`` is transposed for BLAS, and its leading dimension.
+    """Return whether a factor of ``height`` by ``width`` is transposed for BLAS, and its leading dimension.
 
     A single row or column has any leading dimension: it gets the one of ``normalize_last_dims``
     (``ATen/native/CPUBlas.cpp``), which BLAS accepts.

@@ -32,7 +32,7 @@ _FLAGS = (
 
 
 class Library(NamedTuple):
-    """What makes programs, and the bytes of the shared library that it is in."""
+    """The function that makes programs, and the bytes of its shared library."""
 
     make_program: MakeProgram
     content: bytes

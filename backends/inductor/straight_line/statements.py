@@ -1,4 +1,4 @@
-"""What the statements of Inductor's generated code say (torch 2.13), as they are read to make a program of them."""
+"""Statements of Inductor's generated code (torch 2.13), read to make a program of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def body_of_call(source: str) -> list[ast.stmt]:
 
 
 def name_of(target: ast.expr) -> str:
-    """What is assigned to, or deleted.
+    """Return the name that a statement assigns or deletes.
 
     Raises:
         UnknownCodeError: it is no name.
@@ -59,14 +59,14 @@ def dotted(expression: ast.expr) -> str | None:
 
 
 def clears_arguments(expression: ast.expr) -> bool:
-    """Whether it is ``args.clear()``."""
+    """Return whether an expression is ``args.clear()``."""
     if not isinstance(expression, ast.Call) or expression.args or expression.keywords:
         return False
     return dotted(expression.func) == "args.clear"
 
 
 def arguments_of(expression: ast.expr, name: str) -> list[ast.expr] | None:
-    """Those of a call of a function of this name, without keywords; None for any other expression."""
+    """Return the arguments of a call of the function ``name``, without keywords; None for any other expression."""
     if not isinstance(expression, ast.Call) or not isinstance(expression.func, ast.Name) or expression.keywords:
         return None
     return expression.args if expression.func.id == name else None
@@ -81,7 +81,7 @@ def constants_of(expressions: Sequence[ast.expr]) -> list[Any] | None:
 
 
 def _constant(expression: ast.expr) -> Any:
-    """What ``ast.literal_eval`` gives, which is slow for what there is most of: numbers, and tuples of them."""
+    """Evaluate as ``ast.literal_eval``, which is slow for the most common values: numbers, and tuples of them."""
     if type(expression) is ast.Constant:
         return expression.value
     if type(expression) is ast.Tuple and all(type(each) is ast.Constant for each in expression.elts):
@@ -90,7 +90,7 @@ def _constant(expression: ast.expr) -> Any:
 
 
 def is_overwritten(names: Sequence[str], statements: Iterable[ast.stmt]) -> bool:
-    """Whether the first thing that uses memory, whatever its name is by then, computes a product into it."""
+    """Return whether the first use of memory, under any name, computes a product into it."""
     alive = set(names)
     for statement in statements:
         if not alive:

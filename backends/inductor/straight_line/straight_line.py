@@ -1,6 +1,6 @@
 """Straight-line programs: the Python code that Inductor generates around its kernels (torch 2.13), run without Python.
 
-What is the same in both, and what a program does otherwise: ``docs/internals/backends.md``.
+``docs/internals/backends.md`` says where a program and the code are equal, and where they differ.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class StraightLine:
     of other strides, as another region with the same code may have them, there is :meth:`another`.
 
     Args:
-        compiled: what Inductor made of a region whose sizes are numbers.
+        compiled: Inductor's result for a region whose sizes are numbers.
         source: the generated code; ``namespace`` is the one that it was run in.
-        make_program: the function of ``straight_line.cpp``; ``library`` is what it is in, where that can be stored.
+        make_program: the function of ``straight_line.cpp``; ``library`` is its library, if that can be stored.
 
     Attributes:
-        program: what runs; None as long as it is Python, and ``why_not`` says why.
-        has_run: the generated code has; the program can take over.
+        program: the program; None as long as Python runs, and ``why_not`` has the reason.
+        has_run: the generated code has run, so the program can take over.
     """
 
     compiled: Compiled
@@ -80,8 +80,8 @@ class StraightLine:
         return None if self.program is None or _somebody_looks() else self.program
 
     def questions(self) -> list[tuple[Any, str | None, Any]]:
-        """What tells without Python that this is the program still, and that nobody looks: (object, name, answer) of an
-        attribute, or (function, None, answer)."""
+        """Return questions with which C++ checks that this is still the program, and that nothing observes it: (object,
+        name, answer) for an attribute, or (function, None, answer)."""
         precision = functools.partial(torch._C._get_fp32_precision_getter, "mkldnn", "matmul")
         return [
             (self, "program", self.program),
@@ -91,7 +91,8 @@ class StraightLine:
         ]
 
     def form_for(self, arguments: Sequence[Any]) -> str:
-        """What the next call in this thread runs: :data:`GENERATED_CODE`, or :data:`PROGRAM`, which is made for it."""
+        """Return the form of the next call in this thread: :data:`GENERATED_CODE`, or :data:`PROGRAM`, which is made
+        for it."""
         if self.has_run and not self._is_settled:
             self._translate(arguments)
         return GENERATED_CODE if self.program is None or _somebody_looks() else PROGRAM
@@ -154,7 +155,7 @@ class StraightLine:
 
 
 def _somebody_looks() -> bool:
-    """Whether the single operators are to be seen, or products are to be computed in another way than BLAS does."""
+    """Return whether single operators must be visible, or products must be computed in another way than by BLAS."""
     return (
         torch.autograd.profiler._is_profiler_enabled
         or torch._C._len_torch_dispatch_stack() > 0

@@ -2,15 +2,15 @@
 
 An instruction is a tuple:
 
-- ``("call", function, slots, constants, result, has_address)``: call a Python function with what lies in ``slots``, and
-  after that ``constants``; keep the result in slot ``result`` (-1: nowhere).
-- ``("output", function, sizes, strides, dtype, result, has_address)``: memory that Python sees once it is given back.
+- ``("call", function, slots, constants, result, has_address)``: call a Python function with the values of ``slots``,
+  then ``constants``; keep the result in slot ``result`` (-1: nowhere).
+- ``("output", function, sizes, strides, dtype, result, has_address)``: memory that Python sees as a result.
 - ``("memory", bytes, result)``: memory that no Python sees, in slot ``result``.
 - ``("kernel", address, memory)``: ``memory`` has a slot and an offset in bytes for each argument, one after the other.
 - ``("product", address, limit, in_double, transpose_a, transpose_b, m, n, k, lda, ldb, ldc, alpha, beta, memory)``:
-  BLAS; ``limit`` is the address of what limits it to one thread, or 0.
+  BLAS; ``limit`` is the address of a function that limits it to one thread, or 0.
 - ``("copy", bytes, memory)``: to the first from the second.
-- ``("drop", slots)``: let go of what lies there.
+- ``("drop", slots)``: release the values of these slots.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ it, which takes its arguments in a list and empties it."""
 
 
 def values_of(arguments: Sequence[Any]) -> tuple[Value, ...]:
-    """What a translation takes from the arguments of a run: where this is equal, the instructions are."""
+    """Return the properties of a run's arguments on which a translation depends: equal ones give equal instructions."""
     return tuple(_value_of_input(slot, value) for slot, value in enumerate(arguments))
 
 
@@ -194,7 +194,7 @@ class Translation:
     # ---- expressions
 
     def _known(self, expression: ast.expr) -> Value | None:
-        """Of a name, or of other sizes and strides over one's memory; None for anything else."""
+        """Return the value of a name, or of other sizes and strides over its memory; None for any other expression."""
         if isinstance(expression, ast.Name):
             return self._names.get(expression.id)
         arguments = arguments_of(expression, "reinterpret_tensor")
@@ -265,14 +265,14 @@ class Translation:
         return value or Value(-1)
 
     def _namespace_value(self, expression: ast.expr) -> Any:
-        """What a dotted name is that the code did not make itself; None where there is no such thing."""
+        """Return the object of a dotted name that the code did not make itself; None if there is none."""
         if isinstance(expression, ast.Attribute):
             return getattr(self._namespace_value(expression.value), expression.attr, None)
         if isinstance(expression, ast.Name) and expression.id not in self._names:
             return self._namespace.get(expression.id)
         return None
 
-    # ---- what is called by its address
+    # ---- calls by address
 
     def _memory(self, values: Sequence[Value]) -> tuple[int, ...]:
         self._addressed.update(value.slot for value in values)
@@ -320,17 +320,18 @@ class Translation:
         return [*copy, ("product", *plain, self._memory([first, second, to]))]
 
     def _may_be_written(self, to: Value, added: Sequence[Value], factors: Sequence[Value]) -> bool:
-        """Whether a product can be written to memory as it is computed, and what is added copied there before.
+        """Return whether a product can be written to memory while it is computed, with the added term copied there
+        before.
 
-        Two slots that this code allocated never share memory; inputs may. What a product reads must lie elsewhere, and
-        what is added exactly there or elsewhere. For anything else it is ``torch`` that is called.
+        Two slots that this code allocated never share memory; inputs may. The factors must lie elsewhere, and the added
+        term exactly there or elsewhere. Otherwise ``torch`` is called.
         """
         if to.slot < len(self._inputs) or to.slot in {value.slot for value in factors}:
             return False
         return all(term.slot != to.slot or term.memory == to.memory for term in added)
 
     def _exchange(self, one: Value, other: Value) -> bool:
-        """Let two pieces of memory change places where neither has been seen, and nobody reads again what is in one.
+        """Exchange two pieces of memory if neither has been seen, and one of them is not read again.
 
         A sum can then be computed in the memory of its first term, unless that is a factor too.
         """

@@ -1,10 +1,10 @@
 """Writes into a part of a complex tensor, kept from Inductor's pass that makes them writes in place.
 
 That pass turns a scatter into a view and a ``copy_`` into the view (``_decompose_scatter_mutating`` in
-``torch/_inductor/fx_passes/reinplace.py``, 2.11 to 2.15). Of a complex tensor both are calls of ATen. What reads the
-tensor itself is then ordered after the ``copy_`` by nothing: the scheduler knows a write by the name of what was
-written, which is the view's. An ``index_put`` becomes one in place, before 2.15 also into a tensor that its values are
-a view of. So here such a scatter is an operator of another name, which does the same and is left as it is.
+``torch/_inductor/fx_passes/reinplace.py``, 2.11 to 2.15). For a complex tensor both are calls of ATen. Then nothing
+orders readers of the tensor itself after the ``copy_``: the scheduler knows a write by the name of the written tensor,
+which is the view's. An ``index_put`` becomes an in-place one, before 2.15 also into a tensor of which its values are a
+view. So here such a scatter is an operator of another name, which does the same and is left unchanged.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from ...versions import leaves_out_casts
 
 @contextlib.contextmanager
 def all_casts_kept() -> Iterator[None]:
-    """For the passes over one graph. Another thread that compiles meanwhile has a pass less, which does no harm."""
+    """Keep all casts during the passes over one graph. Another thread that compiles meanwhile lacks a pass, without
+    harm."""
     if not leaves_out_casts():
         yield
         return

@@ -1,11 +1,10 @@
-"""Keeps Inductor from fusing outer loops where what they share holds one row of several (before torch 2.14, CPU).
+"""Keeps Inductor from fusing outer loops if their shared buffer holds one row of several (before torch 2.14, CPU).
 
 Kernels with the same outer loop become one loop with several inner ones (``OuterLoopFusedSchedulerNode`` in
-``torch/_inductor/codegen/cpp.py``). What one inner loop leaves for the next then goes through a local buffer, which has
-room for the inner loop alone: one row. Where the outer loop takes several rows in a step, since a transposed operand
-made two-dimensional tiles of both loops, each row is written over the one before, and all that follow read the last:
-finite, plausible and wrong, by a tenth of the largest value and more. ``check_outer_fusion_loop_level_attr`` asks
-whether the outer loops are alike, and not how far they step.
+``torch/_inductor/codegen/cpp.py``). The result of one inner loop then reaches the next through a local buffer of one
+row. If the outer loop takes several rows in a step, since a transposed operand made two-dimensional tiles of both
+loops, each row overwrites the one before, and all readers get the last: finite, plausible and wrong, by a tenth of the
+largest value and more. ``check_outer_fusion_loop_level_attr`` compares the outer loops, but not their steps.
 
 Seen in the gradient of a softmax whose transpose goes into a second one: random tapes met it, the code that was
 generated shows it, and ``torch.compile`` alone does it too. Here that question is answered with no where there are
@@ -54,6 +53,6 @@ def _has_local_buffers() -> bool:
 
 
 def _takes_several_rows(proxy: Any, depth: int) -> bool:
-    """Whether an outer loop of a kernel has another step than one."""
+    """Return whether an outer loop of a kernel has another step than one."""
     loops = getattr(getattr(proxy, "loop_nest", None), "loops", None) or ()
     return any(loop.steps != 1 for loop in loops[:depth])

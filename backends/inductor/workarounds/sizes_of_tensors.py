@@ -1,4 +1,4 @@
-"""Has generated code read sizes that are symbols from its tensors, where it asserts no sizes (torch 2.14 and later).
+"""Has generated code read symbolic sizes from its tensors, if it asserts no sizes (torch 2.14 and later).
 
 ``PythonWrapperCodegen.codegen_inputs`` (``torch/_inductor/codegen/wrapper.py``) writes ``s0 = arg0_size[0]``. Since
 2.14 it does so only with ``size_asserts``, which is off here: a symbol that is no argument of its own has no value

@@ -64,7 +64,7 @@ UNDEFINED = "it is given an undefined tensor where its schema wants one: its tra
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """A rule of memory that is broken: the rule, the node that does, and the one that brought the memory."""
+    """A broken rule of memory: the rule, the node that breaks it, and the node that brought the memory."""
 
     rule: str
     node: fx.Node

@@ -40,7 +40,7 @@ def made_functional(graph: fx.Graph) -> bool:
 
 
 class _NotUnderstoodError(Exception):
-    """Something about the memory that is written to."""
+    """A write into memory that this module does not understand."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +124,7 @@ class _Writes:
         node.kwargs = fx.map_arg(node.kwargs, lambda each: now.get(each, each))
 
     def _now(self, seen: _Seen) -> fx.Node:
-        """The node that has what is in a tensor at this place of the graph."""
+        """Return the node with the contents of a tensor at this place of the graph."""
         if seen.version != seen.memory.version:
             if seen.view is None or seen.parent is None:
                 raise _NotUnderstoodError

@@ -237,7 +237,7 @@ class RegionCompiler:
     def _alike(
         self, step: RegionStep, compiled: CompiledRegion
     ) -> list[tuple[RegionCompiler, RegionStep, CompiledRegion]]:
-        """All regions that run the same code, of other variants too, and who compiles them; this one first."""
+        """Return all regions with the same code, of other variants too, and their compilers; this one first."""
         taken_by = [each() for _, made in made_with(compiled.call) for each in made.taken_by.keyrefs()]
         takers = dict.fromkeys([self, *(compiler for compiler in taken_by if compiler is not None)])
         others = [

@@ -26,8 +26,8 @@ _WRITING = free_in_child(threading.RLock())  # milliseconds
 
 
 class _Graph(Graph):
-    """Its text is written by one thread at a time, also where it is called for the first time: FX changes the nodes
-    meanwhile (``override_node_repr`` in ``torch/fx/graph.py``, 2.13), so that they give the names of the text."""
+    """A graph whose text only one thread at a time writes, also at the first call: FX changes the nodes meanwhile
+    (``override_node_repr`` in ``torch/fx/graph.py``, 2.13), so that they give the names of the text."""
 
     def python_code(self, *how: Any, **named: Any) -> Any:
         """The graph as code of Python."""
@@ -73,8 +73,8 @@ def give_no_more(call: Compiled) -> None:
 
 @dataclass(slots=True)
 class InMemoryGraph:
-    """An ATen graph that was made in this process, and what was made of it; and for its nodes, by name, which node of
-    the tape they came from."""
+    """An ATen graph that was made in this process, its compiled code, and the tape's node of each of its nodes, by
+    name."""
 
     module: fx.GraphModule
     made: Made
@@ -147,8 +147,8 @@ def graph_of(code: str) -> fx.GraphModule:
 
 
 def copy_of(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph as it is now, without the fake tensors in its nodes; backends change the one that they get. A node
-    keeps which node of the tape it comes from (``meta["call"]``), where that is known."""
+    """Copy a graph without the fake tensors in its nodes, since backends change their graph. A node keeps its node of
+    the tape (``meta["call"]``), if known."""
     graph = _Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     for node in graph.nodes:

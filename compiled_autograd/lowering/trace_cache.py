@@ -80,7 +80,7 @@ class TracedCalls:
 
 
 def last_of(graph: fx.Graph) -> fx.Node:
-    """The node that a graph has last so far, or its root."""
+    """Return the last node of a graph so far, or its root."""
     return graph._root._prev
 
 

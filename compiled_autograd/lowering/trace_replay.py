@@ -31,7 +31,7 @@ class NotAKeyError(Exception):
 
 
 class NotACopyError(Exception):
-    """Something was made that cannot be made again by copying it."""
+    """The call made something that copying cannot make again."""
 
 
 class Arguments:
@@ -105,7 +105,7 @@ class _Result:
 
 @dataclass(slots=True, frozen=True)
 class _Node:
-    """One node, with what stands for other nodes among its arguments, and for tensors in its ``meta["val"]``."""
+    """One node, with placeholders for other nodes among its arguments, and for tensors in its ``meta["val"]``."""
 
     name: str
     target: Any

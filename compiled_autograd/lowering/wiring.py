@@ -1,4 +1,4 @@
-"""How a compiled region is fed, and where its results go."""
+"""Inputs and results of a compiled region."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def all_copied(wiring: Wiring) -> Wiring:
 
 
 def restrided(wiring: Wiring, like: Mapping[int, torch.Tensor]) -> Wiring | None:
-    """The same, with copies of results that have other strides; None where that cannot be.
+    """Return a wiring that copies results with other strides; None if that is impossible.
 
     Args:
-        like: for outputs of the region, by their number, what the real calls give. They are dense, but for dimensions
-            that are repeated: the order of the others in memory is what is kept, for whatever sizes.
+        like: the real calls' results for outputs of the region, by index. They are dense, except for repeated
+            dimensions. The order of the other dimensions in memory is kept, for any sizes.
     """
     given = dict(wiring.values)
     if not all(lies_apart(wiring, each) for each in like):

@@ -22,7 +22,7 @@ order of first occurrence, and how many hooks in a row belong to it. -1 is for h
 
 
 def numbered(frames: Iterable[object | None]) -> Frames:
-    """The same, of what stands for each hook's call; None where it belongs to none."""
+    """Number the checkpointed calls of hooks, given an object for each hook's call; None for a hook of another kind."""
     numbers: dict[int, int] = {}
     every = (-1 if frame is None else numbers.setdefault(id(frame), len(numbers)) for frame in frames)
     return tuple((number, sum(1 for _ in hooks)) for number, hooks in itertools.groupby(every))

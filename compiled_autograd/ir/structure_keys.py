@@ -78,8 +78,8 @@ class Value(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="value")
 
 
 class Constant(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="constant"):
-    """A constant that is neither an int nor None. By type and text, since Python takes 1.0, True and 1 for equal, and
-    no NaN for any.
+    """A constant that is neither an int nor None. It is compared by type and text, since 1.0, True and 1 are equal in
+    Python, and no NaN equals another.
 
     Attributes:
         kind: the name of its class.
@@ -179,7 +179,7 @@ def argument_of(value: Any, values: Mapping[fx.Node, Argument]) -> Argument:
 
 @functools.cache
 def _device(value: torch.device) -> Constant:
-    """One for each device: most constants are such."""
+    """Return the one constant of a device: most constants are devices."""
     return Constant("device", str(value))
 
 

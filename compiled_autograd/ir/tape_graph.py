@@ -71,7 +71,7 @@ class TapeCall:
 
     @property
     def module(self) -> str | None:
-        """The class of the outermost module that has it."""
+        """The class of the outermost module that has the parameter."""
         return self._names().module
 
     @property
@@ -80,7 +80,7 @@ class TapeCall:
         return self._names().model
 
     def made_at(self, sequence: int | None) -> TapeCall:
-        """The same node of a tape whose nodes were made in another order."""
+        """Return this node for a tape whose nodes were made in another order."""
         return replace(self, sequence=sequence, look_up=self.look_up)  # this is read before the name
 
     def _names(self) -> Named:
@@ -143,7 +143,7 @@ class TapeGraph:
         return any(call.look_up is not None for call in self.calls)
 
     def copy(self, calls: list[TapeCall]) -> TapeGraph:
-        """The same calls of a graph of its own, with other facts about the tape's nodes."""
+        """Copy the graph, with other facts about the tape's nodes."""
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.graph, {}))
         return replace(self, graph=graph, calls=calls)
@@ -254,7 +254,7 @@ class TapeGraph:
 
 
 def target_name(node: fx.Node) -> str:
-    """How the text form names a call."""
+    """Return the name of a call in the text form."""
     if isinstance(node.target, OpaqueOp):
         return repr(node.target)
     return str(getattr(node.target, "__name__", node.target))

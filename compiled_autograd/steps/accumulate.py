@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _DENSE = torch.ops.aten.is_non_overlapping_and_dense.default
 _BATCH = 4
-"""From this number of in-place additions on, one ``torch._foreach_add_`` does them all."""
+"""Number of in-place additions from which one ``torch._foreach_add_`` does them all."""
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -267,7 +267,7 @@ def accumulate(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | No
 
 
 def _is_replaced(old: torch.Tensor, grad: torch.Tensor) -> bool:
-    """A dense gradient is not added into a sparse ``.grad``: their sum takes its place."""
+    """Return whether ``.grad`` is replaced: the sum of a dense gradient and a sparse ``.grad`` is a new tensor."""
     return attributes.layout(old) is not torch.strided and attributes.layout(grad) is torch.strided
 
 

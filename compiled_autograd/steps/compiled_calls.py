@@ -26,7 +26,7 @@ def arguments_of(compiled: CompiledRegion, slots: Slots) -> list[Any]:
 
 
 def sizes_of(compiled: CompiledRegion, arguments: Sequence[Any]) -> Sizes | None:
-    """The values of the symbols that something was compiled with; None where it has none."""
+    """Return the values of the symbols of compiled code; None if it has no symbols."""
     return None if compiled.guard is None else compiled.guard.values(arguments)
 
 
@@ -77,7 +77,7 @@ def store_results(compiled: CompiledRegion, results: Sequence[Any], slots: Slots
 
 
 def put_results(compiled: CompiledRegion, results: Sequence[Any], slots: Slots) -> None:
-    """Both, where the region's inputs are still in their slots."""
+    """Pass values on and store results, while the region's inputs are still in their slots."""
     pass_on(compiled, slots)
     store_results(compiled, results, slots)
 

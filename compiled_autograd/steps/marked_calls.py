@@ -34,11 +34,11 @@ def meanwhile(kind: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def to_be_traced(step: RegionStep, slots: Slots) -> tuple[Any, ...]:
-    """The same, of a region that is to be compiled.
+    """Return the dependencies of each marked call of a region that is about to be compiled.
 
     Raises:
-        UntraceableError: naming them, where what they depend on is changed, before they run, to ever new values; or
-            where that was done to the mark itself.
+        UntraceableError: naming the calls, if their dependencies change to new values again and again before they run,
+            or if the mark was removed.
     """
     found, why = depended_on(step, slots), None
     if None in found:

@@ -21,7 +21,7 @@ def memory_of(value: Any) -> int | None:
 
 
 _NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
-"""In the texts of errors of the CPU's allocator, of CUDA, and of cuBLAS and cuDNN, which allocate by themselves."""
+"""Parts of the errors of the CPU's allocator, of CUDA, and of cuBLAS and cuDNN, which allocate memory themselves."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -57,12 +57,12 @@ def has_bit(value: object) -> bool:
 
 
 def repeated(tensor: torch.Tensor) -> list[int]:
-    """The dimensions along which a strided tensor has the same memory again and again, as ``expand`` makes them."""
+    """Return the dimensions along which a strided tensor repeats its memory, as ``expand`` makes them."""
     return [dim for dim in range(tensor.dim()) if tensor.shape[dim] > 1 and tensor.stride(dim) == 0]
 
 
 def first_along(tensor: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
-    """The same with one element in each of these dimensions."""
+    """Return the tensor with one element in each of these dimensions."""
     for dim in dims:
         tensor = tensor.narrow(dim, 0, 1)
     return tensor

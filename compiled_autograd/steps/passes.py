@@ -19,7 +19,7 @@ from .steps import RegionStep, Wiring
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule | None]
 GRADIENT_OF = "gradient_of"
-"""In the ``meta`` of a node of the graph: the names of the leaves whose gradient it is; hooks may still change it."""
+"""Key in the ``meta`` of a node of the graph: the names of the leaves whose gradient it is, before hooks."""
 _HOOKS = (ir.tensor_hook, ir.pre_hook, ir.post_accumulate_hook)
 
 

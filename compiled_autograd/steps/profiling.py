@@ -44,7 +44,7 @@ class _Event(torch.autograd.Function):
 
 @functools.cache
 def _event_named(name: str) -> type[_Event]:
-    """The name of a Python function's node is that of its context's class."""
+    """Make an event class. The name of a Python function's node is that of its context's class."""
     cls = type(name, (_Event,), {})
     cls._backward_cls = type(name, (BackwardCFunction,), {"_forward_cls": cls})  # type: ignore[attr-defined]
     return cls

@@ -1,4 +1,4 @@
-"""How far a compiled region has proved itself: which of its forms have run beside the real calls, and how often."""
+"""Progress of a compiled region's proof: which of its forms have run beside the real calls, and how often."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROVING_SIZES = 3
 MAX_WEAK = 8
 """Number of uncounted runs with a gradient that is zero or not finite; further such runs count."""
 Sizes = tuple[int, ...]
-"""The values of the symbols that something was compiled with."""
+"""The values of the symbols of compiled code."""
 
 
 @dataclass(slots=True)

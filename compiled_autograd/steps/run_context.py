@@ -82,13 +82,13 @@ class RunContext:
 
     report: RunReport = field(default_factory=RunReport)
     may_compile: bool = True
-    """Else a region that is not compiled for what it is given runs call by call."""
+    """False: a region without compiled code for its values runs call by call."""
     left: Callable[[], float] = lambda: math.inf
     """Gives the seconds that tracing may take yet."""
     prove: bool = True
     """Compare code that was not yet compared with the real calls."""
     compare_all: bool = False
-    """Every region is compared with its real calls, whatever was compared before."""
+    """Compare every region with its real calls, also one that was compared before."""
     rounding: dict[int, float] = field(default_factory=dict)
     """If all regions are compared and right: the distance of each result from the real calls', by slot."""
     kept: dict[int, Any] | None = None

@@ -80,7 +80,7 @@ class Schedule:
         return self.steps
 
     def before(self, steps: Sequence[Executor], position: int) -> fx.Node:
-        """The node of the tape graph before a region and the leaves that are written after it."""
+        """Return the node of the tape graph before a region and the leaves that are written after it."""
         first = self._with_writes(steps, position)[0][0]
         return next(node for node, place in self._positions.items() if place == self._positions[first] - 1)
 

@@ -210,11 +210,11 @@ class RegionStep:
         return [(node, slot) for node, slot in pairs if not is_given(node) or node.meta["lifted"].kind != "object"]
 
     def compiled_regions(self) -> list[CompiledRegion]:
-        """All that was compiled for it."""
+        """Return all compiled code of the region."""
         return [each for some in [*self.compiled.values()] for each in some if each is not None]
 
     def add(self, kind: tuple[Any, ...], compiled: list[CompiledRegion | None]) -> None:
-        """From now on these are what was compiled for a kind of what earlier steps hand on."""
+        """Set the compiled code for a kind of earlier steps' values."""
         self.compiled[kind] = compiled
         self.quick = None
 
@@ -277,7 +277,7 @@ class RegionStep:
         )
 
     def rebind(self, compiled: CompiledRegion, wiring: Wiring) -> CompiledRegion:
-        """The same code and the same proof, fed another way."""
+        """Return the same code and proof with another wiring."""
         made = self.bind(compiled.aten, compiled.call, wiring, compiled.kind, compiled.guard)
         made.proof = compiled.proof
         return made
@@ -330,7 +330,7 @@ class AccumulateStep:
     dtypes: list[torch.dtype | None] = field(default_factory=list)
 
     def of(self, calls: Container[int]) -> AccumulateStep:
-        """The same for some of the leaves; nothing is dropped."""
+        """Return a step for some of the leaves, which empties no slots."""
         kept = [index for index, call in enumerate(self.calls) if call in calls]
         leaves, owned, shared, of = (
             [column[index] for index in kept] for column in (self.leaves, self.owned, self.shared, self.calls)

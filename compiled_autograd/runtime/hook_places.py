@@ -66,12 +66,12 @@ class HookPlaces:
         return self._made_by[output] < self._turn[before.meta["call"]]
 
     def is_given(self, output: int, before: fx.Node) -> bool:
-        """The same, and hooks that see it were called."""
+        """Return whether a requested gradient is made, and the hooks that see it were called."""
         hooks = chain(self.given[output])
         return self.is_made(output, before) and all(self.place[hook] < self.place[before] for hook in hooks)
 
     def group(self, node: fx.Node) -> tuple[int, Any, int]:
-        """The dict that a hook was in: of which node of the tape, and the kind; of tensors, of which gradient."""
+        """Return the dict of a hook: its node of the tape, its kind, and the index of the gradient for a tensor's."""
         call, kind = node.meta["call"], ir.hook_kind(node.target)
         if kind is not tensor_hook and node.target is not ir.cpp_hook:
             return call, kind, 0
@@ -97,7 +97,7 @@ def _calls_of(value: Any) -> set[int]:
 
 
 def chain(value: Any) -> Iterator[fx.Node]:
-    """The hooks of a tensor that have made a value, the last one first."""
+    """Yield the hooks of a tensor that have made a value, the last one first."""
     while isinstance(value, fx.Node) and ir.hook_kind(value.target) in (tensor_hook, ir.cpp_hook):
         yield value
         value = value.args[1]

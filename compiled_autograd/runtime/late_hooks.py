@@ -246,7 +246,7 @@ class LateHooks:
         return result
 
     def _behind(self, node: fx.Node, grad: Any) -> Any:
-        """The last hook of a tensor was called: now come those that are new in its dict."""
+        """Call the new hooks of a tensor's dict, if its last hook was called."""
         group = self._places.group(node)
         if any(self._places.group(user) == group for user in node.users if ir.hook_kind(user.target) is tensor_hook):
             return grad
@@ -277,7 +277,7 @@ class LateHooks:
         return entered
 
     def _after(self, call: int, node: fx.Node, result: Any) -> Any:
-        """A node of the tape has run."""
+        """Call the late hooks after a node of the tape."""
         leaf = self._leaf(call)
         for _, hook, _ in self._added.pop((call, post_accumulate_hook), ()):
             post_accumulate_hook(hook, leaf)
@@ -304,7 +304,7 @@ class LateHooks:
             self._given[place] = grad
 
     def _value(self, value: Any) -> Any:
-        """A gradient that was asked for; that it is taken from what a call gives, or added up, may be still to come."""
+        """Return a requested gradient. It may still have to be taken from a call's result, or summed."""
         found = self.value_of(value) if isinstance(value, fx.Node) else value
         if found is not None or not isinstance(value, fx.Node):
             return found
@@ -326,5 +326,5 @@ def _is_made_up(value: Any, call: int) -> bool:
 
 
 def _tensors_with(hooks: Any) -> list[torch.Tensor]:
-    """The tensors that have a dict of hooks, as far as there still are such."""
+    """Return the living tensors that have a dict of hooks."""
     return [each for each in gc.get_referrers(hooks) if isinstance(each, torch.Tensor)]

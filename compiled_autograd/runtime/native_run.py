@@ -101,7 +101,7 @@ class NativeRuns:
     tries: int = 0
 
     def of(self, program: Program, module: Module) -> NativeRun | None:
-        """None where the program cannot be run so, or not yet."""
+        """Return the C++ form of a program; None if there is none, or not yet."""
         found = self.current  # which another thread may change
         if found is not None and found.is_current():
             return found

@@ -171,7 +171,8 @@ class Program:
         return finish(self.tape, last, known, context, seen)
 
     def _one_by_one(self, step: OpaqueStep, slots: Slots, context: RunContext) -> Failure | None:
-        """Why everything after a call of users' code has to run call by call; None where nothing has to."""
+        """Run a call of users' code, and return why everything after it has to run call by call; None if nothing has
+        to."""
         name = self.tape.calls[context.call].name
         slot_of = self.schedule.slot_of
         if context.changes and heed(self.tape, step.node, context, lambda node: slots[slot_of[node]]):

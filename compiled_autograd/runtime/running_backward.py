@@ -82,7 +82,7 @@ class Running:
         return self._node_set
 
     def execution_order(self) -> list[Any]:
-        """The same in the order in which they run; like the engine, only with multithreading off."""
+        """Return the nodes in the order in which they run; like the engine, only with multithreading off."""
         if torch._C._is_multithreading_enabled():
             raise RuntimeError(
                 "_current_graph_task_execution_order expects the current backward to be executed with multithreading "

@@ -147,7 +147,8 @@ class Capture(HookReports):
     def validate_outputs(
         self, name: str, outputs: Sequence[Any], saved: Sequence[Any], metadata: Sequence[Any]
     ) -> list[torch.Tensor | None]:
-        """After each node: gradients are reduced to the shape, and cast to the dtype, that the next node expects."""
+        """Record the reduction of gradients to the shape, and the cast to the dtype, that the next node expects, after
+        each node."""
         if len(outputs) > _MAX_EDGES:
             raise CaptureRefusedError(unsupported(f"a node with more than {_MAX_EDGES} edges"))
         if not any(isinstance(output, torch.Tensor) for output in outputs):
@@ -177,7 +178,7 @@ class Capture(HookReports):
         grad: torch.Tensor | None,
         has_post_hooks: bool,
     ) -> torch.Tensor:
-        """A leaf is reached. The engine then takes the result for the leaf's new ``.grad``."""
+        """Record the gradient of a leaf. The engine uses the result as the leaf's new ``.grad``."""
         if grad is not None:
             self._leaves.append(self._call(ir.accumulate_grad, (variable, variable_grad, grad)))
         return self._blank()
@@ -254,7 +255,7 @@ class Capture(HookReports):
         return self.finish(ir.TapeGraph(self.graph, self.calls, self.inputs, self.accumulates, self.needs_engine), self)
 
     def close(self) -> None:
-        """The engine is done with us. After an error of its own it has restored the thread's modes by itself."""
+        """End the capture. After an error of its own the engine has restored the thread's modes itself."""
         self._leave_mode()
 
     # ---- recording -------------------------------------------------------------------------------------------------

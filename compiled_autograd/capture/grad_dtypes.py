@@ -94,7 +94,7 @@ def _wanted(leaf: torch.Tensor, made: torch.dtype | None, outputs: tape_reading.
 
 
 def _asked(asked: Any, made: torch.dtype | None, outputs: tape_reading.Ends) -> torch.dtype | int | None:
-    """The dtype of a gradient that is asked for; ``made`` is None where no gradient comes to it."""
+    """Return the dtype of a requested gradient; ``made`` is None if no gradient reaches it."""
     leaf = _leaf(asked)
     if leaf is not None:
         return _wanted(leaf, made, outputs)
@@ -281,7 +281,7 @@ def metadata_of(edge: _Edge) -> Any:
 
 
 def _leaf(asked: Any) -> Any:
-    """The leaf whose gradient was asked for; None where that is another tensor's."""
+    """Return the leaf whose gradient was requested; None for another tensor."""
     if isinstance(asked, GradientEdge):
         is_leaf = type(asked.node).name(asked.node).endswith(tape_reading.LEAF)  # else it is an attribute of the user's
         return asked.node.variable if is_leaf else None  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from .recording import Recording, keeps_failures
 
 
 class HookReports(Recording):
-    """The part of the protocol that is about hooks."""
+    """The methods of the protocol for hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class HookReports(Recording):
 
     @keeps_failures
     def cpp_tensor_pre_hook(self, grads: list[Any], hook: int, index: int) -> list[Any]:
-        """The same, registered by C++."""
+        """Record a hook on a tensor that C++ registered."""
         self.needs_engine = True
         if len(grads) > 1:  # the engine's key does not say which of them
             self.refuse(f"a hook of C++, such as retain_grad's, on one of several outputs of {self.calls[-1].name}")
@@ -93,8 +93,8 @@ class HookReports(Recording):
 
 
 def as_captured(output: Any) -> Any:
-    """A gradient that was asked for, as eager gives it: before the tensor's hooks where its node runs for the sake of
-    other inputs, too, and else after them (2.13, ``Engine::evaluate_function``). The seam says the latter of all."""
+    """Return a requested gradient as eager gives it: before the tensor's hooks if its node runs for other inputs too,
+    and else after them (2.13, ``Engine::evaluate_function``). The seam always gives the latter."""
     if not isinstance(output, fx.Node) or not output.users:  # a node that runs has what it got among its arguments
         return output
     while output.target in (ir.tensor_hook, ir.cpp_hook):

@@ -140,7 +140,7 @@ def parameter_names_of(leaves: Sequence[torch.Tensor], *, at_any_cost: bool = Fa
 
 
 def names_of_traces(traces: Iterable[Trace]) -> dict[int, ParameterName]:
-    """The same for parameters that nothing has held on to meanwhile: those that are found again."""
+    """Return the names of parameters that nothing has kept alive meanwhile, if they are found again."""
     found: dict[int, ParameterName] = {}
     missing: list[Trace] = []
     for trace in traces:
@@ -208,7 +208,7 @@ def all_parameter_names() -> dict[int, ParameterName]:
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
-    """As ``isinstance`` says, without running what a subclass has for missing attributes."""
+    """Return whether a tensor is a parameter, without running a subclass's code for missing attributes."""
     return issubclass(type(tensor), torch.nn.Parameter) or bool(tensor.__dict__.get("_is_param"))
 
 
@@ -247,7 +247,7 @@ def parts(module: torch.nn.Module, kind: str) -> list[tuple[str, Any]]:
 
 
 def _part(module: torch.nn.Module, kind: str, name: str) -> Any:
-    """One of the :func:`parts`; None where it is not there."""
+    """Return one of the :func:`parts`; None if it is not there."""
     inside = _inside(module, kind)
     found = dict.get(inside, name) if issubclass(type(inside), dict) else None
     return found if issubclass(type(found), _KINDS[kind]) else dict(parts(module, kind)).get(name)

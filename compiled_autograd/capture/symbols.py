@@ -108,7 +108,7 @@ for _function in (operator.eq, operator.ne, operator.lt, operator.le, operator.g
 
 
 def sym_ints(kind: str, values: Any, asked: list[str]) -> list[Any]:
-    """One ``torch.SymInt`` (or ``SymFloat``) for each of ``values``, recognisable by :func:`symbol_of`."""
+    """Return a ``torch.SymInt`` (or ``SymFloat``) for each of ``values``, recognisable by :func:`symbol_of`."""
     return [
         (torch.SymFloat if isinstance(value, float) else torch.SymInt)(Symbol((kind, index), value, asked))
         for index, value in enumerate(values)

@@ -26,8 +26,8 @@ from .unnamed import name_leaves
 
 LEAF = "AccumulateGrad"
 MAX_NODES_READ = 10_000
-"""The largest number of nodes of a tape that are read from Python. A node that was once seen from Python is freed by
-recursion (2.13), which overflows a stack of 8 MiB in a chain of some 50,000 and ends the process."""
+"""Maximum number of nodes of a tape that Python reads. A node that Python has seen is freed by recursion (2.13). In a
+chain of some 50,000 that overflows a stack of 8 MiB, and ends the process."""
 LEAF_NUMBER = 2**64 - 1
 """The sequence number of all leaves, which makes them go first."""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
@@ -142,7 +142,7 @@ def first_nodes(outputs: Ends) -> list[Any]:
 
 
 def _edges(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Each edge of the tape below some nodes: the node that it leaves, and the one that it enters."""
+    """Yield each edge of the tape below some nodes: the node that it leaves, and the one that it enters."""
     seen = set(roots)
     worklist = list(seen)
     while worklist:

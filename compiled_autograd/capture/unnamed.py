@@ -98,7 +98,7 @@ def name_the_unnamed() -> None:
 
 
 def let_go_of_the_unnamed() -> None:
-    """The backward has ended: its parameters may go."""
+    """Release the parameters at the end of a backward."""
     _with_each(Unnamed.let_go)
 
 

@@ -55,7 +55,7 @@ class ViewWrites:
         return described is None or self._classes.get(described[0], described[1]) != described[1]
 
     def forget(self) -> None:
-        """The engine has forgotten all."""
+        """Forget all, since the engine's cache was cleared."""
         self._classes.clear()
         self._roots.clear()
 

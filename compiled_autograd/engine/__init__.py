@@ -1,1 +1,1 @@
-"""One backward: the engine or a graph of ours? What is handed over runs, and is accounted for."""
+"""One backward: decides between the engine and a compiled graph, runs a handed-over tape, and accounts for it."""

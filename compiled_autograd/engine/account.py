@@ -46,7 +46,8 @@ class Account:
     told: bool = False
 
     def bypass(self, reason: Bypass, misses: Sequence[Miss] = (), since: float | None = None) -> None:
-        """The eager engine has run it, from the time ``since`` on, or was to; nothing where the session knows."""
+        """Record that the eager engine has run the backward, from the time ``since`` on, or will. No-op if already
+        recorded."""
         if not self.told:
             seconds = {} if since is None else {"run": time.perf_counter() - since}
             outcome = Outcome(BYPASS, reasons=(reason, *misses), seconds=seconds)
@@ -54,7 +55,7 @@ class Account:
             trace(outcome)
 
     def tell(self, outcome: Outcome, captured: bool = False, compiles: int = 0, loads: int = 0) -> None:
-        """This became of it."""
+        """Record the outcome."""
         self.told = True
         self.session.record(outcome, captured, compiles, loads)
 
@@ -77,13 +78,13 @@ class RunAccount:
             self.selection.reasons, self.selection.new_structure = [self.handed.miss], True
 
     def refuse(self) -> Bypass | None:
-        """Why nothing may be compiled for it; None where it may."""
+        """Return why nothing may be compiled for this backward; None if something may."""
         if (why := why_not_compile()) is not None:
             return why
         return OVER_BUDGET if not self.call.admitted and ADMISSION.refuses(self.account.settings) else None
 
     def left(self) -> float:
-        """The seconds that tracing may take yet."""
+        """Return the seconds that tracing may still take."""
         if self.call.admitted:
             return math.inf
         taken = self.report.seconds["capture"] if self.handed.captured else 0.0

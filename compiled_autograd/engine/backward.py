@@ -114,7 +114,7 @@ def interrupted(session: Session, started: float, error: BaseException, account:
 
 
 def _left_to_eager(session: Session, call: Call, found: Found, verdict: Bypass) -> Any:
-    """Nothing else is asked: it was decided when the tape was timed or looked at, and may be a small one."""
+    """Run a backward on eager, by an earlier decision about its tape. No more checks, since the tape may be small."""
     started = time.perf_counter()
     try:
         return eager(call)
@@ -139,7 +139,7 @@ def _handed_over(call: Call, account: Account, looked: HandedOver | None = None)
 
 
 def _whole(call: Call, account: Account) -> HandedOver | RanInside | Refused:
-    """The same, with the tape whole afterwards where its gradients can be compared with those of the eager engine."""
+    """Have the tape walked, but keep it whole if its gradients can be compared with those of the eager engine."""
     settings = account.settings
     if call.keep_graph:
         given = _handed_over(call, account)

@@ -1,4 +1,4 @@
-"""One backward: how it was asked for, and what became of handing it over."""
+"""One backward: its arguments, and the result of its handover."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Call:
     looked_at: bool = False
     """True if the record was not found by the sketch."""
     taken_from: Hashable = None
-    """The key of the sketch that it was taken from, else."""
+    """The key of the sketch that led to this record, if one did."""
     sketched: Hashable = None
-    """Its sketch, once it was asked for."""
+    """Its sketch, after the first request."""
     _fingerprint: int | None = None
 
     def fingerprint(self) -> int:
@@ -112,8 +112,8 @@ class Whole:
     """A tape that was walked and not released, so that the eager engine can run it too.
 
     Attributes:
-        call: how its backward was asked for.
-        release: frees it as the engine would have; None where it is to be kept.
+        call: the arguments of its backward.
+        release: frees it as the engine would have; None if it must be kept.
     """
 
     call: Call
@@ -163,9 +163,9 @@ class Refused(NamedTuple):
     """The tape is whole, and stays with the eager engine.
 
     Attributes:
-        reason: why.
-        miss: how the structure differs from those that were known before, where that is the reason.
-        mistake: it is one of the user's, if it is anything: the eager engine has the word.
+        reason: the reason.
+        miss: the difference from the structures known before, if that is the reason.
+        mistake: probably the user's mistake; let eager raise it.
         changed: another thread changed something while the tape was reported; the next try may hand it over.
     """
 
@@ -176,7 +176,7 @@ class Refused(NamedTuple):
 
 
 class RanInside(NamedTuple):
-    """The tape was handed over and has run before the engine returned."""
+    """The result of a tape that was handed over and has run before the engine returned."""
 
     results: Results
 

@@ -60,7 +60,7 @@ class Engine(_ImperativeEngine):
         allow_unreachable: bool = False,
         accumulate_grad: bool = False,
     ) -> Any:
-        """One backward, for the session that the calling thread is in."""
+        """Run one backward, for the session of the calling thread."""
         arguments = (tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad)
         here = thread.here
         session = here.stack[-1] if here.stack else None
@@ -144,7 +144,7 @@ gradients, FSDP."""
 def _by_its_root(
     here: Here, session: Session, outputs: Sequence[Any], inputs: Sequence[Any]
 ) -> tuple[Bypass | None, Hashable]:
-    """Why a tape is left to eager, as far as its root tells, or those before it; and its sketch, where it has one."""
+    """Return the cached decision for this root, or for those before it, and the sketch, if there is one."""
     number, verdict = session.number, None
     if here.away and here.known.left > 0 and here.number == number:
         verdict = here.verdict

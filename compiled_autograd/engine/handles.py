@@ -52,9 +52,9 @@ class Handle:
     def graph_for(
         self, call: Call, settings: Settings, tensors: Sequence[torch.Tensor]
     ) -> tuple[CompiledGraph, Miss | None]:
-        """The graph for the order and the dtypes of the tape that was handed over.
+        """Return the graph for the order and the dtypes of the tape that was handed over.
 
-        Also how it differs from those that were known before, where this process has not met it.
+        Also return the difference from known structures, if this process did not know it.
         """
         assert self.graph is not None, "the engine called what it had forgotten"
         dtypes = self.dtypes.now(tensors, call.outputs, call.inputs)
@@ -100,7 +100,7 @@ class Kept:
         self.captures_of_others = 0
 
     def clear(self) -> None:
-        """The engine has forgotten all."""
+        """Release all handles, since the engine's cache was cleared."""
         while self.handles:
             self.handles.popitem()[1][1].forget()
         self.left_to_eager.clear()
@@ -125,11 +125,11 @@ KEPT = PROCESS.register(Kept())
 def _of_other_tape(
     call: Call, settings: Settings, graph: CompiledGraph, other: ir.TapeGraph, in_order: bool
 ) -> tuple[CompiledGraph, Miss | None, bool]:
-    """The graph for a tape with a known key of the engine's whose nodes were made when those of no earlier one were, or
-    whose leaves want other dtypes: those of ``other``.
+    """Return the graph for a tape with a known key of the engine, but a new order of nodes, or other gradient dtypes
+    (those of ``other``).
 
-    Also how it differs where this process has not met it; and whether it is kept: not if the policy is to compile
-    nothing.
+    Also return the difference from known structures, if this process did not know it, and whether the graph is kept:
+    not if nothing may be compiled.
     """
     sequences = [] if in_order else [each.sequence for each in tape.walk(call.outputs, call.inputs)]
     ordered = other if in_order else reordered(other, sequences)

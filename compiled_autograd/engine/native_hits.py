@@ -100,7 +100,7 @@ class NativeHits:
         return None
 
     def _handed_over(self, learnt: _Learnt, graph: CompiledGraph, found: Taken) -> HandedOver:
-        """A tape was taken with this plan."""
+        """Make the result for a tape that was taken with this plan."""
         self._served(learnt)
         self.hits += 1
         graph.met += 1
@@ -127,7 +127,7 @@ class NativeHits:
         return [follows, *(each for each in likely if each is not follows)]
 
     def _served(self, learnt: _Learnt) -> None:
-        """Another thread may have forgotten it meanwhile, or have put another one first."""
+        """Move a plan to the front. Another thread may have removed it meanwhile, or put another one first."""
         last, self._last = self._last, learnt
         if last is not None and (last.next is None or last.next() is not learnt):
             last.next = weakref.ref(learnt)
@@ -140,8 +140,8 @@ class NativeHits:
         self._learnt.insert(0, learnt)
 
     def learn(self, call: Call, settings: Settings) -> tuple[Plan, Found] | str | None:
-        """A plan of a tape that the engine is about to be asked about, and what that holds, or why not; None where no
-        try is owed."""
+        """Learn a tape before the engine walks it, if a try is due. Return the plan and the tape's values, or the
+        reason why not; None without a try."""
         if not self._wanted or not _may_be_known(call, settings) or others_walk():
             return None
         module = self.module(settings)
@@ -156,7 +156,7 @@ class NativeHits:
         return None if isinstance(found, str) else (plan, found)
 
     def keep(self, learnt: tuple[Plan, Found] | str | None, call: Call, settings: Settings, given: object) -> None:
-        """The engine was asked, and gave this."""
+        """Keep a learnt plan, after the engine has handed over the tape."""
         if not isinstance(given, HandedOver) or given.captured or given.miss is not None:
             return
         if isinstance(learnt, str):

@@ -69,15 +69,15 @@ _LEAF = "AccumulateGrad"
 
 @dataclass(slots=True)
 class _Walk:
-    """One walk of the engine over a tape, as far as the functions that the engine calls have come with it.
+    """State of one walk of the engine over a tape, for the functions that the engine calls.
 
     Attributes:
-        turn: at the gate, while the engine walks; it is over before that where the seam was given back to run inside.
-        run_inside: runs what is handed over before the engine returns, where that must be; None only looks.
-        inside: the token for the gate meanwhile.
-        tape: the one that ``miss`` is of.
+        turn: the place at the gate, while the engine walks; left earlier if the tape runs inside the engine's call.
+        run_inside: runs a tape that must run before the engine returns; None only looks.
+        inside: the token at the gate during such a run.
+        tape: the tape of ``miss``.
         aside: hooks of DDP's reducer, until they are put back.
-        asks_store: when it began to report a tape that is only taken if the store on disk has it.
+        asks_store: the start of the report of a tape that is only captured to search the store.
     """
 
     call: Call
@@ -106,13 +106,13 @@ class _Walk:
         return self.miss if self.miss is None or self.tape is None else with_title(self.miss, self.tape)
 
     def begin_report(self, capture: Capture) -> None:
-        """The engine is about to report."""
+        """Prepare for the engine's report."""
         self.capture = capture
         self.report.enter_context(RARELY)
         self.report.enter_context(Wait(self.settings.progress).shown(capture.so_far))
 
     def end_report(self) -> None:
-        """The engine has reported all, or given up; or it has nothing to report."""
+        """Undo the preparation, after a report or without one."""
         self.report.close()
 
 
@@ -146,7 +146,7 @@ def forget() -> None:
 
 
 def _forget() -> None:
-    """The same, of who has the gate."""
+    """Drop the engine's cache, for the thread that has the gate."""
     KEPT.must_forget, KEPT.reports = False, 0
     clear_cache()
     forget_numbers()
@@ -271,7 +271,7 @@ def _run_inside(walk: _Walk, run: RunInside, handed: HandedOver) -> list[Any]:
 
 
 def _begin() -> Capture:
-    """The engine has not met this structure."""
+    """Begin a capture. The engine calls this for a new structure."""
     walk = _thread.walk
     assert walk is not None
     KEPT.reports += 1
@@ -289,7 +289,7 @@ def _begin() -> Capture:
 
 
 def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any], Handle]:
-    """The report is complete and the tape still whole."""
+    """Finish a capture: the report is complete, and the tape still whole."""
     walk = _thread.walk
     assert walk is not None
     call = walk.call

@@ -236,7 +236,7 @@ class Session:
         return preformatted(str(self))
 
     def compiled_beside(self, graph: CompiledGraph, seconds: float) -> None:
-        """Something was compiled in the background."""
+        """Count a compile in the background."""
         self._steps.beside.append(Compile(graph.number, seconds, time.time()))
 
     def left_to_eager(self, verdict: Bypass, seconds: float | None = None) -> None:
@@ -269,7 +269,7 @@ class Session:
                 self.count_left()
 
     def in_own_loop(self) -> None:
-        """A backward that is left to eager runs without the engine's queue."""
+        """Count a bypass that the own loop runs."""
         with unless_inside(_RECORDING):
             self._stats.own_loop += 1
 
@@ -393,6 +393,6 @@ def _leave(session: Session | None) -> None:
 
 
 def current() -> Session | None:
-    """The session that the calling thread is in; None outside of any, and inside ``disable``."""
+    """Return the session of the calling thread; None outside of sessions, and inside ``disable``."""
     stack = thread.here.stack
     return stack[-1] if stack else None

@@ -86,14 +86,14 @@ class _Thread:
         self.change(seen, streams)
 
     def look(self, number: int, streams: Streams) -> None:
-        """The thread has recorded ``number`` nodes, and these streams are current."""
+        """Note that the thread has recorded ``number`` nodes, and that these streams are current."""
         if streams != self.changes[-1][1]:  # something that is not watched has set them, some time ago
             self.change(self.seen, UNKNOWN)
             self.change(number, streams)
         self.seen = number
 
     def change(self, number: int, streams: Streams) -> None:
-        """From the node of this number on, these streams are current."""
+        """Note that these streams are current from the node of this number on."""
         if self.changes[-1][0] == number:
             self.changes.pop()  # nothing was recorded there
         if not self.changes or self.changes[-1][1] != streams:
@@ -102,11 +102,11 @@ class _Thread:
             self.changes[: _MAX_CHANGES // 2] = [(0, UNKNOWN)]
 
     def at(self, number: int) -> Streams:
-        """The streams under which a node was recorded."""
+        """Return the streams under which a node was recorded."""
         return self.changes[self._find(number)][1]
 
     def during(self, lowest: int, highest: int) -> set[Streams]:
-        """All under which the nodes between two, these included, were recorded."""
+        """Return all streams under which the nodes from one number to another were recorded."""
         return {streams for _, streams in self.changes[self._find(lowest) : self._find(highest) + 1]}
 
     def _find(self, number: int) -> int:
@@ -153,17 +153,18 @@ class StreamWatch:
             self._replace(torch.Stream, name)
 
     def reason(self, outputs: Sequence[Any]) -> Bypass | None:
-        """Why a backward from ``outputs``, called now in this thread, cannot be compiled; None where it can.
+        """Return why a backward from ``outputs``, called now in this thread, cannot be compiled; None if it can.
 
-        To be asked where CUDA is in use. Some microseconds; where nodes were recorded on different streams, 0.5 more
-        for each node of the tape.
+        Call this only if CUDA is in use. It takes some microseconds, and 0.5 more for each node of the tape if nodes
+        were recorded on different streams.
         """
         if torch._C._cuda_isCurrentStreamCapturing():
             return STREAM_CAPTURE
         return self._elsewhere(outputs)
 
     def differentiable(self, outputs: Sequence[Any]) -> None:
-        """The eager engine is about to run a backward that records nodes: its own threads do, on the tape's streams."""
+        """Note that the eager engine is about to run a backward that records nodes, in its own threads, on the tape's
+        streams."""
         streams = self._look().changes[-1][1] if self._elsewhere(outputs) is None else UNKNOWN
         if streams != DEFAULT:
             self._by_engine.add(streams)

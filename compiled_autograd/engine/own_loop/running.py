@@ -109,7 +109,7 @@ def _find(settings: Settings, left: bool) -> Module | None:
 
 
 def _first(settings: Settings, module: Module | None) -> Module | None:
-    """The extension is there for the first time, or is not."""
+    """Check an extension at its first use, or note that there is none."""
     library = NATIVE_HITS.library
     if module is None:
         OWN_LOOPS.reason = "" if library is None else library.reason

@@ -1,9 +1,9 @@
-"""One backward twice: by the eager engine, whose gradients are the ones that are used, and compiled, into nothing.
+"""Run eager and compiled; keep eager's gradients; compare.
 
-A tape with nothing of the user's in it can run twice. So the eager engine computes its gradients first, then compiled
-code the same, and they are compared as wholes, which costs little beside the two. Where they are not plainly the same,
-the regions are compared one by one, on the values that the tape held (:mod:`compiled_autograd.proving.prover`): that
-alone says whether anything is wrong, and where.
+A tape without users' code can run twice. The eager engine computes its gradients first, then compiled code computes
+them too, and whole gradients are compared, which costs little. If they are not plainly the same, the regions are
+compared one by one, on the tape's values (:mod:`compiled_autograd.proving.prover`). Only that comparison decides
+whether something is wrong, and where.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..call import Call
 
 Gradients = list[torch.Tensor | None]
 _WRITES_WHAT_IT_SAVED = "Rnn"
-"""In the name of nodes that write into what their forward saved: a second run finds other values there."""
+"""Part of the names of nodes that write into saved values: a second run would find other values."""
 
 
 def may_run_twice(graph: CompiledGraph) -> bool:
@@ -83,12 +83,12 @@ def _leaves(program: Program) -> list[int]:
 
 @dataclass
 class Beside:
-    """One such backward.
+    """One backward that runs both ways.
 
     Args:
         asked: see :func:`asked_for`.
-        on_eager: has the eager engine run a backward; takes what it takes.
-        slots: what the tape held.
+        on_eager: runs a backward on the eager engine, with the engine's arguments.
+        slots: the values of the tape.
     """
 
     call: Call

@@ -127,11 +127,12 @@ class Disk:
         return bool(self._find(structure_id(tape_graph, keys)))
 
     def explain(self, graph: CompiledGraph, miss: Miss, shapes: Sequence[Sequence[int]] = ()) -> Miss:
-        """Why the store has nothing of a structure: it went, or how it differs from the nearest of those there.
+        """Return why the store has no entry of a structure: it was removed, or the difference from the nearest stored
+        structure.
 
         Args:
             graph: the structure.
-            miss: how it differs from those that this process knows; given back where the store knows no more.
+            miss: the difference from this process's structures; returned if the store has no better reason.
             shapes: of the lifted tensors.
         """
         if not self.usable:
@@ -183,7 +184,7 @@ class Disk:
             self._write(functools.partial(self.store.record, record))
 
     def _tie(self, variant: Variant, entry: str) -> None:
-        """The variant has this entry."""
+        """Join a variant to its entry."""
         variant.entry = entry
         variant.store_timing = lambda timing: self._write(lambda: self.store.timed(entry, timing))
 
@@ -325,7 +326,7 @@ class Disk:
 
 
 class _NotStoredError(Exception):
-    """Why a variant cannot be stored, in words."""
+    """The reason why a variant cannot be stored, in words."""
 
 
 def made_in_memory(variant: Variant) -> list[Made]:

@@ -37,7 +37,7 @@ def state_of(settings: Settings, ambient_state: Ambient) -> State:
 
 
 def differences(entry: Entry, state: State) -> list[Miss]:
-    """In which parts an entry was made under another state."""
+    """Return a miss for each part of the state that differs from an entry's."""
     found = []
     for kind, old, new in zip(_KINDS, (entry.settings, entry.ambient, entry.environment), state, strict=True):
         for name in sorted({*old, *new}):
@@ -48,7 +48,7 @@ def differences(entry: Entry, state: State) -> list[Miss]:
 
 
 def why_not_stored(tape: ir.TapeGraph, settings: Settings) -> str:
-    """Why what a graph compiles to may depend on more than the key of an entry says; empty where it does not."""
+    """Return why compiled code of a graph may depend on more than an entry's key; empty if it does not."""
     if settings.passes:
         return "passes are functions, which may be others in another process"
     if not isinstance(settings.backend, str):

@@ -126,7 +126,7 @@ class Forms:
         return self.without(state, calls), told
 
     def without(self, state: Ambient, calls: Container[ir.Marked]) -> Ambient:
-        """The same state, where some marked calls are not traced."""
+        """Return a state in which some marked calls are not traced."""
         parts = dict(state)
         if TRACED not in parts:
             return state

@@ -106,7 +106,7 @@ class CompiledGraph(WeaklyReferred):
         return interpret(self.forms.under(state), handover.by_kind(), context)
 
     def state(self, handover: Handover, settings: Settings) -> Ambient:
-        """The state that a variant for a backward is for, see :meth:`Forms.state`."""
+        """Return the state of a variant for a backward, see :meth:`Forms.state`."""
         called = self.forms.called() if self.forms.marked else frozenset()
         if called != self._called:
             self._called = called
@@ -195,7 +195,7 @@ class CompiledGraph(WeaklyReferred):
         self.variants = []
 
     def explain(self, settings: Settings, ambient: Ambient, handover: Handover) -> list[Miss]:
-        """Why none of the variants that are there serves a backward."""
+        """Return why none of the existing variants serves a backward."""
         key, before = self._nearest(settings, ambient, handover)
         return [self._why(key, before, handover, dynamic=False)]
 
@@ -305,11 +305,11 @@ class Graphs:
     def explain(
         self, tape: ir.TapeGraph, keys: Sequence[Key], shapes: Sequence[Sequence[int]] = (), other_order: bool = False
     ) -> Miss:
-        """How a structure differs from the nearest of those that were captured before.
+        """Return the difference of a structure from the nearest one captured before.
 
         Args:
             shapes: of the lifted tensors, to be shown.
-            other_order: it is known to differ from one of them in nothing but the order in which its nodes run.
+            other_order: it differs from one of them only in the order in which its nodes run.
         """
         if hash(tuple(keys)) in self._gone:
             return Miss("evicted", title(tape), hint=_EVICTED)

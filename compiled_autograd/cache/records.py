@@ -52,7 +52,7 @@ class VariantRecord(msgspec.Struct, frozen=True):
 
 
 def record_of(variant: Variant) -> VariantRecord:
-    """The record of a variant that has run."""
+    """Make the record of a variant that has run."""
     assert variant.tensors is not None
     positions = {node: position for position, node in enumerate(variant.program.tape.graph.nodes)}
     region_compiler = variant.program.region_compiler

@@ -52,7 +52,7 @@ def values_miss(
 
 
 def stored_miss(tape: ir.TapeGraph, entry: str, record: VariantRecord, handover: Handover) -> Miss:
-    """The same for what the store has of a structure: the entry of that id."""
+    """Return why an entry in the store does not serve a backward."""
     name_again(tape, handover.tensors)
     tensors = record.tensors
     try:

@@ -54,7 +54,7 @@ class Handover:
         return (self.tensors, self.sizes, self.scalars, self.objects, self.packed)
 
     def by_kind(self) -> dict[str, Sequence[Any]]:
-        """The same by the kind's name."""
+        """Return the values by the name of their kind."""
         return dict(zip(ir.PLACEHOLDERS, self.kinds(), strict=True))
 
     def slots(self) -> list[Any]:

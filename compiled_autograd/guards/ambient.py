@@ -26,7 +26,7 @@ REDUCED = "ddp_reducer"
 TRACED = "traceable_functions"
 """A part that a tape with functions marked as traceable adds: what their backwards depend on beside tensors."""
 INDUCTOR_SETTINGS = "inductor_settings"
-"""A part of this name is also in the environment of what Inductor compiled, for the store."""
+"""Name of a part that is also in the environment of Inductor's code, for the store."""
 
 
 def ambient() -> Ambient:

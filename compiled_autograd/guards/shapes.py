@@ -75,7 +75,7 @@ def size_in(part: int | History) -> int | History:
 
 
 def strides_in(part: int | History) -> History:
-    """The two strides that were seen; empty where sizes tell it, or it does not change."""
+    """Return the two strides that were seen; empty if they follow from sizes, or do not change."""
     return () if isinstance(part, int) or len(part) == 2 else part[-2:]
 
 
@@ -106,7 +106,7 @@ def is_static(spec: Spec | None) -> bool:
 
 
 def static_parts(spec: Spec) -> list[int | None]:
-    """Its sizes; None where one has a history."""
+    """Return the sizes of a spec; None for each with a history."""
     return [size if isinstance(size, int) else None for size in map(size_in, spec)]
 
 

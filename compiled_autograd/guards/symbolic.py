@@ -1,6 +1,7 @@
-"""The symbols that stand for sizes that change while a region is traced, and what is found to hold of them.
+"""Symbols for changing sizes during the trace of a region, and the conditions on them.
 
-What PyTorch's ``ShapeEnv`` has in the end becomes a guard. Imported only where something changes: it takes a second.
+The final conditions of PyTorch's ``ShapeEnv`` become a guard. This module is imported only if a size changes, since the
+import takes a second.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Symbols:
         return fake.requires_grad_(tensor.requires_grad)
 
     def size(self, value: int, spec: Spec, position: int) -> Any:
-        """A size that is argument number ``position``."""
+        """Make a symbol for a size that is argument number ``position``."""
         size = self._size(spec[0], value)
         self._bindings.append((Origin(position), size))
         return size

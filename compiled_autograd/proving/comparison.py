@@ -33,15 +33,15 @@ _ERROR_FACTOR = 4.0
 the inputs alone moves them."""
 
 _PERTURBATIONS = 4, 16
-"""How often a region is computed from moved inputs: by chance a few moves leave a value where it was. What differs is
-asked about more often before it counts as wrong."""
+"""Numbers of times that a region is computed from moved inputs, since a few moves may leave a value unchanged by
+chance. The second number is used before a difference counts as wrong."""
 
 _JUMP = 0.5
 """Threshold of a jump: the move of a value if its inputs hardly move, relative to its move if they move by rounding.
 Smooth functions stay far below."""
 
 _NOISE_SHARE = 0.5
-"""A result has no digits of its own where float64 is such a part of its root mean square away."""
+"""Fraction of its root mean square from which the distance to float64 shows that a result has no correct digits."""
 _NOISE_FACTOR = 16.0
 """Factor by which a result that is zero but for rounding may grow in other runs, by chance."""
 
@@ -56,7 +56,8 @@ def tolerance(dtypes: Sequence[torch.dtype]) -> float:
 
 
 def metadata_difference(want: Optional, found: Optional, strides: bool = True) -> str | None:
-    """How two results differ in definedness, dtype, device, shape or strides, in words; None where they do not."""
+    """Return the difference of two results in definedness, dtype, device, shape or strides, in words; None if there is
+    none."""
     if want is None or found is None:
         one, other = ("undefined", "defined") if found is None else ("defined", "undefined")
         return None if want is found else f"it is {one}, and {other} as the real calls give it"
@@ -173,7 +174,8 @@ def _floored(scale: float, want: torch.Tensor, relative: float) -> float:
 
 
 def _is_close(want: torch.Tensor, found: torch.Tensor, relative: float, scale: float) -> bool:
-    """As ``torch.allclose``, which takes several times as long and is asked where something is not finite."""
+    """Return as ``torch.allclose`` does. That function takes several times as long, and is called if a value is not
+    finite."""
     beyond = float((found - want).abs_().sub_(want.abs(), alpha=relative).max())
     if math.isnan(beyond):
         return torch.allclose(found, want, rtol=relative, atol=relative * scale, equal_nan=True)
@@ -181,11 +183,11 @@ def _is_close(want: torch.Tensor, found: torch.Tensor, relative: float, scale: f
 
 
 def _moved_by(exact: torch.Tensor, in_double: Callable[[int], Optional]) -> Iterator[torch.Tensor]:
-    """How far rounding of the inputs moves each value, in the mean of more and more moves; the real calls may be
-    nearer, where what cancels is exact.
+    """Yield how far rounding of the inputs moves each value, as the mean of more and more moves. The real calls may be
+    nearer if the terms that cancel are exact.
 
-    A value that jumps as soon as its inputs move at all is not moved by rounding: they lie where a case ends (at the
-    bound of a clamp, in a tie), and which case that belongs to is no question of digits.
+    A value that jumps at the smallest move of its inputs is not moved by rounding: its inputs lie on a boundary (the
+    bound of a clamp, a tie), and rounding does not decide on which side.
     """
     moves, counted = torch.zeros_like(exact), torch.zeros_like(exact)
     for number in range(1, _PERTURBATIONS[-1] + 1):
@@ -304,7 +306,7 @@ def worst(want: Optional, found: Optional) -> Worst | None:
 
 
 def _exact(tensor: torch.Tensor) -> torch.Tensor:
-    """In a dtype in which differences can be computed."""
+    """Return a tensor in a dtype in which differences can be computed."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.to(torch.float32)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Fingerprint = Any
 _SMALL, _MOST_COPIED = 1 << 16, 1 << 24
-"""The largest number of bytes of a tensor that is copied, and of all copies: that is faster than to hash it."""
+"""Maximum numbers of bytes of a tensor that is copied, and of all copies: copying is faster than hashing."""
 _OTHER_VALUE, _PERIOD = 0.37, 97
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -29,8 +29,8 @@ def fingerprints(values: Sequence[Any]) -> list[Fingerprint]:
 
 
 def _looked_at(values: Sequence[Any]) -> Iterator[tuple[Fingerprint, bool]]:
-    """The same, but those of small tensors are no copies: they are these tensors themselves, as whole numbers. Views of
-    the same bytes have one: a loop saves its weights in each of its steps."""
+    """Yield fingerprints, without copying: those of small tensors are the tensors themselves, as integers. Views of the
+    same bytes share one: a loop saves its weights in each of its steps."""
     copied = 0
     known: dict[Hashable, torch.Tensor] = {}
     for value in values:

@@ -144,7 +144,7 @@ class Judge:
         return positions[0] if positions and is_dense(first_along(want, repeated(want))) else None
 
     def _unclear(self, results: Sequence[Result], relative: float) -> Collection[int]:
-        """The numbers of those of which the extension does not tell that they are the same but for rounding."""
+        """Return the numbers of the results that the extension does not show to be the same but for rounding."""
         values = [value for each in results for value in (each.want, each.found) if value is not None]
         if self.module is None or not relative or not all(map(ir.is_plain, values)):
             return range(len(results))
@@ -183,7 +183,7 @@ class Judge:
         return each_in_double(self.step.region.nodes, self._given(), nodes)
 
     def _beside(self, result: Result, relative: float, beside: float, wide: Callable[[int], Optional]) -> str | None:
-        """How a result differs, with the same in float64."""
+        """Return how a result differs, given the same value in float64."""
         assert result.want is not None and result.found is not None
         doubles: list[Optional] = []
 
@@ -201,7 +201,7 @@ class Judge:
         return difference
 
     def _in_bits(self, result: Result, beside: float) -> str | None:
-        """How a result differs that is to have the same bits, unless the real calls do not give the same twice."""
+        """Return how a result that must have the same bits differs, unless two runs of the real calls differ too."""
         assert result.want is not None and result.found is not None
         difference = value_difference(result.want, result.found, 0.0, lambda _: None)
         if difference is None or self.region_compiler.passes:
@@ -213,7 +213,7 @@ class Judge:
         return value_difference(result.want, result.found, tolerance(self._dtypes([result])), wide, beside)
 
     def _coarse(self) -> float:
-        """The tolerance of what the region's calls may round further than their dtypes say."""
+        """Return the tolerance for calls of the region that may round more coarsely than their dtypes."""
         operators = rounding_operators([self.inputs[slot] for slot in self.step.inputs])
         return tolerance_of(self.compiled.aten.text(), operators) if operators else 0.0
 
@@ -226,7 +226,8 @@ class Judge:
         return dict(zip(region.inputs, values, strict=True))
 
     def _has_float64(self) -> bool:
-        """Not where the user's passes have made the graph; and in float64 other random numbers would be drawn."""
+        """Return whether float64 can be computed: not for a graph changed by the user's passes, nor with random
+        operators, which would draw other numbers."""
         if self.region_compiler.passes:
             return False
         compiled = self.compiled

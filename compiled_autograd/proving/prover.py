@@ -1,7 +1,7 @@
-"""One run of a compiled region beside the real calls: theirs are the results, and what differs from them is dropped.
+"""One run of a compiled region beside the real calls, whose results are used. A form that differs is dropped.
 
-Fresh memory is poisoned meanwhile, so that what is read before it is written shows. The inputs must be what they were,
-and nothing may be written into what an earlier run gave.
+Fresh memory is poisoned meanwhile, so that reads before a write show. The inputs must stay unchanged, and results of
+earlier runs must not be written.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Run:
         self.start = self.end = self._draws()
 
     def beside(self) -> None:
-        """Both ways, and what follows from the comparison."""
+        """Run both ways, and act on the comparison."""
         fits = self.compiled.proof.fits(self.form, self.sizes) or self.context.compare_all
         if not fits or not self._is_ready() or not self._real_calls_beside():
             self.inputs, self.arguments, self.before, self.apart = [], [], [], None  # each is freed after its last use
@@ -202,7 +202,7 @@ class _Run:
         return proof.due(form, proving_runs(self.compiled.call), None)
 
     def _failed(self, error: Exception, more: str = "") -> None:
-        """The compiled code has raised."""
+        """Record an error of the compiled code."""
         if is_out_of_memory(error):
             self._unproved(error, more)
         elif isinstance(error, ir.NaNFoundError):
@@ -277,7 +277,7 @@ class _Run:
         return filled
 
     def _run_in_place(self, slots: Slots) -> None:
-        """It is asked what this writes, before it fails if it does."""
+        """Run the form to see its writes, also those before an error."""
         try:
             self._run_form(self.compiled.call, arguments_of(self.compiled, slots))
         except Exception as error:  # noqa: BLE001
@@ -293,7 +293,7 @@ class _Run:
         return results
 
     def _refute(self, wrong: Result | None, difference: str) -> None:
-        """The form is not used again; the next slower one takes over."""
+        """Drop the form permanently; the next slower one takes over."""
         instead = self.region_compiler.drop(self.step, self.compiled, self.form)
         refuted = Refuted(self.region_compiler, self.step, self.inputs, self.form, wrong, difference, instead)
         self.context.report.mismatched(refuted.mismatch())

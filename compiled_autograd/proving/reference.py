@@ -30,7 +30,7 @@ _WIDER_NUMBERS = {5: 7, 6: 7, 15: 7, 8: 10, 9: 10}
 _ROUNDING = 2
 """Inputs are moved by at most this many units of rounding of the dtype that they have, to see how far results move."""
 _ROUNDING_IN_DOUBLE = 1024
-"""The same for inputs that are float64: enough to tell the move from one that is a hundred times less."""
+"""Maximum move of float64 inputs, in units of rounding: enough to tell it from a move a hundred times smaller."""
 _FLUSHED = 4
 """Values are moved by up to this many times what code may flush to zero, since it flushes in one direction."""
 
@@ -98,7 +98,8 @@ def in_double(
 def each_in_double(
     nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], wanted: Sequence[fx.Node], moved: int = 0
 ) -> Iterator[tuple[fx.Node, torch.Tensor | None]]:
-    """The same for some values of one run of the calls. Each is given as soon as it is there, and then freed.
+    """Yield several values in float64 from one run of the calls. Each is yielded as soon as it is computed, and then
+    freed.
 
     Raises:
         KeyError: a value is neither given nor made by a call.
@@ -161,8 +162,7 @@ def once_more(nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], wanted: fx
 def _leading_to(
     wanted: Iterable[fx.Node], nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any]
 ) -> tuple[list[fx.Node], dict[fx.Node, Any]]:
-    """The calls that results are made by, and what they are given. What looks for a NaN makes none: of that whoever ran
-    the calls first has told."""
+    """Return the calls that make some results, and their inputs. NaN checks are left out: the first run had them."""
     made_by = {*wanted}
     for node in reversed(nodes):
         if node in made_by:
@@ -207,15 +207,15 @@ def widened(value: Any, moved: int = 0, place: int = 0) -> Any:
 
 
 def _moves(given: Iterable[Any], moved: int) -> tuple[Move, Move]:
-    """How results of calls are moved, by the coarsest dtype, and those of the operators that these are made of: kernels
-    add up in float32 at least."""
+    """Return the moves of calls' results, by the coarsest dtype, and those of operators within calls: kernels
+    accumulate in float32 at least."""
     dtypes = {value.dtype for value in given if isinstance(value, torch.Tensor)} & {*_WIDER}
     coarsest = max({torch.float64, *dtypes}, key=_rounding)
     return _move(coarsest, moved), _move(min(coarsest, torch.float32, key=_rounding), moved)
 
 
 def _move(dtype: torch.dtype, moved: int) -> Move:
-    """How values are moved, to see how far rounding of a dtype moves results."""
+    """Return the move that shows how far rounding of a dtype moves results."""
     by, least = _rounding(dtype), torch.finfo(dtype).tiny
     if dtype is not torch.float16:  # of which kernels make float32 before they could flush it
         least *= _FLUSHED / by

@@ -40,7 +40,7 @@ class Refuted:
     instead: str
 
     def mismatch(self) -> Mismatch:
-        """All that is known of it; a reproduction of the region is written."""
+        """Make the record of the difference, and write a reproduction of the region."""
         region_compiler, wrong = self.region_compiler, self.wrong
         node = self.step.region.nodes[-1] if wrong is None else wrong.node
         value = region_compiler.name_of(node)

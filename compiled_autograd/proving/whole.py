@@ -84,8 +84,8 @@ def distance(want: Optional, got: Optional) -> float:
 
 
 def most_of_rounding(wanted: list[Optional], index: int, relative: float, known: float = 0.0) -> float:
-    """How far a gradient may be from the real one where nothing but rounding is to explain it: by its own largest
-    value, by that of all, whose terms it may have lost where they cancelled, and by how far it is known to be."""
+    """Return how far rounding alone may move a gradient: by its own largest value, by that of all gradients, whose
+    terms may have cancelled in it, and by its known distance."""
     sizes = [largest(each) if each is not None and ir.is_plain(each) else 0.0 for each in wanted]
     return max(_MOST, 10 * relative) * sizes[index] + relative * max(sizes) + _AGAIN * known
 

@@ -56,7 +56,7 @@ class Tape:
     left: int = BELIEVED
 
     def ran_on_eager(self, seconds: float) -> None:
-        """One that was looked at did."""
+        """Count a backward on eager whose tape was looked at."""
         self.takes = seconds if by_clock() else 1 / RETURNS
         self.left_to_eager(1)
 
@@ -70,7 +70,7 @@ class Tape:
         return self.seen >= RETURNS and self.seconds >= self.needed * likely
 
     def hold(self, likely: float) -> None:
-        """They have not: the verdict holds until they are likely to have, so that they are looked at then."""
+        """Set how long the verdict holds: until eager has likely run for long enough. The tape is looked at then."""
         further = (self.needed * likely - self.seconds) / self.takes if self.takes else BELIEVED
         self.left = int(max(FIRST_SPACING, min(further, BELIEVED)))
 
@@ -110,8 +110,8 @@ class Admission:
         return fingerprint in self._captured
 
     def review(self, settings: Settings) -> Miss | None:
-        """Something was compiled for a session with these settings. Where that was the last that may be, gives a record
-        for the store."""
+        """Check the balance after a compile for a session with these settings. Return a record for the store if the
+        budget is now spent."""
         balance = self._last = SPENDING.balance()
         if self.closed or not balance.is_over(settings.compile_budget):
             return None
@@ -127,16 +127,16 @@ class Admission:
         return SPENDING.balance().is_over(settings.compile_budget)
 
     def left(self, settings: Settings) -> float:
-        """The seconds that something new may take to be captured and traced."""
+        """Return the seconds that capturing and tracing a new tape may take."""
         return SPENDING.balance().left(settings.compile_budget) if settings.compiles and by_clock() else math.inf
 
     def end(self, settings: Settings, seconds: float) -> None:
-        """A capture was ended after so long."""
+        """Count a capture that was ended after these seconds."""
         SPENDING.end(seconds)
         self.review(settings)
 
     def is_closed_for(self, settings: Settings) -> bool:
-        """The same as of the last look: each hit may ask."""
+        """Return whether the budget was spent at the last look. This is cheap, since each hit may call it."""
         return self.closed and self._last.is_over(settings.compile_budget)
 
     def may_ask_store(self) -> bool:

@@ -91,13 +91,13 @@ class Trial:
     last_turn: int = -1
 
     def reason(self) -> Bypass | None:
-        """Why the next backward is eager's; None where it is to be compiled."""
+        """Return why the next backward is eager's; None if it is compiled."""
         if self.verdict is not None:
             return self.verdict
         return TIMED if self.turn // IN_A_ROW % 2 else None
 
     def add(self, times: list[float], seconds: float) -> None:
-        """One more was timed, of those that ``times`` has."""
+        """Add the time of one more backward to ``times``."""
         if self.turn % IN_A_ROW >= COLD:
             times.append(seconds)
         self.turn += 1
@@ -197,7 +197,7 @@ class Autotune:
 
     @staticmethod
     def keep(sketch: Hashable, trial: Trial) -> None:
-        """A tape was looked at, and is timed."""
+        """Use a trial for the next backwards with the tape's sketch."""
         SKETCHES.keep_on_trial(sketch, trial, IN_A_ROW)
 
     @staticmethod
@@ -262,7 +262,7 @@ class Autotune:
             compiled[-1] = seconds
 
     def eager(self, trial: Trial, seconds: float) -> None:
-        """The eager engine has run a backward of a tape that is on trial."""
+        """Count a backward of the eager engine on a tape that is on trial."""
         if self._trials.get(trial.key) is trial and trial.verdict is None:
             trial.add(trial.eager, seconds)
             self._judge(trial)
@@ -281,7 +281,7 @@ class Autotune:
         SKETCHES.forget()
 
     def _change(self, key: tuple[int, Any, bool], trial: Trial | None) -> None:
-        """Another trial of a tape, or none any more."""
+        """Set or remove the trial of a tape."""
         if trial is None:
             self._trials.pop(key, None)
         else:
@@ -296,7 +296,7 @@ class Autotune:
 
     @staticmethod
     def _put_off(variant: Variant, looped: bool) -> None:
-        """It goes on, beside an eager engine with the own loop or without."""
+        """Schedule the variant's next trial, beside an eager engine with the own loop or without."""
         beside = variant.timed_beside if variant.hits < variant.next_trial else frozenset()
         variant.next_trial, variant.timed_beside = variant.hits + 10 * BACKWARDS_BEFORE_RETRIAL, beside | {looped}
 

@@ -75,7 +75,7 @@ _LAST_SECONDS = 2.0
 
 
 class Background:
-    """One thread of the process that compiles what others hand to it."""
+    """One thread of the process that compiles regions for others."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -141,7 +141,7 @@ class Background:
         SKETCHES.forget()  # tapes that went on until now
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until nothing is being compiled; False where that took more than ``timeout`` seconds."""
+        """Wait until nothing is being compiled; False if that took more than ``timeout`` seconds."""
         with self._lock:
             return self._changed.wait_for(lambda: not self._tapes, timeout)
 

@@ -37,7 +37,8 @@ def is_wide(times: list[float]) -> bool:
 
 
 def middle(times: list[float]) -> float:
-    """Their median; the mean of what is far apart, but for the ends: of two sizes either may be the median."""
+    """Return the median of times. If they spread, return the mean without the extremes: with two sizes, either could be
+    the median."""
     return statistics.mean(sorted(times)[1:-1] or times) if is_wide(times) else statistics.median_low(times)
 
 

@@ -37,7 +37,7 @@ class Tries:
         return False
 
     def refused(self) -> None:
-        """One of them was refused."""
+        """Count a refusal by the loop."""
         self.rest = int(self.next)
         self.next = min(2 * self.next, self.last)
         if self.of_new is not None:
@@ -45,7 +45,7 @@ class Tries:
             self.of_new = None
 
     def served(self) -> None:
-        """One of them was run."""
+        """Count a run in the loop."""
         self.next = self.first
         if self.of_new is not None:
             self.of_new.served()
@@ -68,7 +68,7 @@ class OwnLoops:
         self.clear()
 
     def clear(self) -> None:
-        """As in a new process."""
+        """Forget all, as in a new process."""
         self.module: Module | None = None
         self.wrong: Module | None = None
         self.reason = "it was not looked for yet"
@@ -107,7 +107,7 @@ PROCESS.register(OWN_LOOPS, restart=OWN_LOOPS.clear)
 
 
 def why_off(settings: Settings) -> str:
-    """Why a session with these settings does without, whatever is there; empty where it does not."""
+    """Return why a session with these settings does not use the own loop, in any case; empty if it may."""
     if not settings.may_compile:
         return "COMPILED_AUTOGRAD=0" if settings.turned_off else "this PyTorch was not tested"
     if settings.own_loop is False:

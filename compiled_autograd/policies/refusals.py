@@ -99,20 +99,20 @@ class Refusals:
         return None
 
     def refused(self, tape: Callable[[], int], settings: Settings, reason: Bypass) -> None:
-        """A tape was left to eager, which counts where the engine, or the capture, could not have it.
+        """Count a bypass, if the engine or the capture refused the tape.
 
         Args:
-            tape: gives the tape's fingerprint, and takes as long as a small backward.
+            tape: returns the tape's fingerprint, which takes as long as a small backward.
         """
         if reason.kind in (_UNSUPPORTED, DDP_CPP_REDUCER.kind) and not ADMISSION.has_captured(fingerprint := tape()):
             spacing = FIRST_SPACING if reason.kind == _UNSUPPORTED else FIRST_SPACING_OF_ZEROS
             self._leave(fingerprint, settings, reason, spacing, TRIES)
 
     def gave_zeros(self, tape: Callable[[], int], settings: Settings) -> None:
-        """All that a tape has given was zeros, of which nothing could be learnt.
+        """Count a run that gave only zeros, which prove nothing.
 
         Args:
-            tape: gives the tape's fingerprint, and takes as long as a small backward.
+            tape: returns the tape's fingerprint, which takes as long as a small backward.
         """
         if settings.tune and settings.on_unsupported == "eager":
             self._leave(tape(), settings, ALL_ZERO_GRADIENTS, FIRST_SPACING_OF_ZEROS, 1)

@@ -71,7 +71,7 @@ class Known:
         self.hold(found)
 
     def hold(self, found: Found | None) -> None:
-        """This was found."""
+        """Set the result of a look."""
         self.found, self.timed = found, False
         self.verdict = None if found is None else found.verdict
         self.left = self.given = min(self.spacing, BELIEVED if found is None else found.left)
@@ -102,7 +102,8 @@ class Round:
         self._count = 0
 
     def is_over(self, before: Known | None) -> bool:
-        """A tape is looked at, of which so far ``before`` is known: whether :data:`PATIENCE_OF_ALL` have come."""
+        """Count a look at a tape with the result ``before`` so far, and return whether :data:`PATIENCE_OF_ALL`
+        backwards passed."""
         self._count += 1 + (0 if before is None else before.used)
         if self._count < PATIENCE_OF_ALL:
             return False
@@ -153,8 +154,8 @@ class Doubts:
         return True
 
     def found(self) -> int:
-        """A tape is not left: what the streak begins at. It may be another tape than the one that took long, or what
-        took long was none: so the next one is looked for among fewer, until it is missed."""
+        """Return the start of the streak after a tape that is not left to eager. It may be another tape than the slow
+        one, or none was slow. So the next search reads fewer roots, until the tape is missed."""
         first, self.let_go, self.spared = self.first, 0, 0
         self.first = -(-3 * first // 4)
         return first
@@ -239,7 +240,7 @@ class Looks:
             self.streak = self.doubts.first
 
     def goes_on(self) -> None:
-        """A tape is a hit, or on trial."""
+        """End the streak at a hit or a trial."""
         self.streak = self.doubts.found()
 
 
@@ -270,7 +271,7 @@ class Sketches:
         return number
 
     def keep(self, sketch: Hashable, found: Found | None) -> None:
-        """The tape was looked at."""
+        """Keep the result of a look at a tape."""
         known = self.known.get(sketch)
         if known is None:
             if len(self.known) >= _MAX_KEPT:

@@ -27,10 +27,10 @@ on."""
 RETURNS = 3
 """Number of hits after which a variant counts as repeated."""
 FIRST = 2
-"""The number of variants that are compiled at any cost, and the maximum number of further ones: one for each that came
-back. Neither holds once a capture or a trace was ended for the budget."""
+"""Number of variants that are compiled at any cost, and maximum number of further ones: one for each repeated variant.
+Both are void once a capture or a trace was ended for the budget."""
 GRACE = 1.0
-"""The seconds that each of these may take to be captured and traced under a smaller budget."""
+"""Seconds of capturing and tracing that each of these may take under a smaller budget."""
 SAVED, AS_OFTEN_AGAIN = 0.2, 5
 """Fraction of its time that an untimed hit is assumed to save, and the factor by which hits are assumed to repeat. So
 hits make up for a compile when they have run for as long as the compile took."""
@@ -101,7 +101,7 @@ class Balance:
         return not self.is_compiled_anyway and self.lost + self.likely > (self.allowed if budget is None else budget)
 
     def left(self, budget: float | None) -> float:
-        """The seconds that one more may take to be captured and traced."""
+        """Return the seconds that capturing and tracing one more variant may take."""
         allowed = self.allowed if budget is None else budget
         return max(allowed, GRACE) if self.is_compiled_anyway else max(allowed - self.lost, 0.0)
 
@@ -125,7 +125,7 @@ class Spending:
         self._since = self.clock()
 
     def charge(self, variant: Variant, seconds: float, stored: bool = False) -> None:
-        """Something was compiled for a variant, or loaded."""
+        """Count the seconds of a compile or load for a variant."""
         cost = self._of.get(variant)
         if cost is None:
             structure = weakref.ref(variant.structure)
@@ -136,7 +136,7 @@ class Spending:
         cost.stored = cost.stored and stored
 
     def end(self, seconds: float) -> None:
-        """A capture or a trace was ended after so long."""
+        """Count a capture or a trace that was ended after these seconds."""
         self._add(Cost(seconds=seconds, ended=True))
 
     def _add(self, cost: Cost) -> None:

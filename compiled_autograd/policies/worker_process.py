@@ -150,7 +150,7 @@ class Worker:
                 raise
 
     def forget(self) -> None:
-        """In a forked child: the process is the parent's, who would read the answers to what the child asks."""
+        """Forget the process in a forked child: it belongs to the parent, which would read the child's replies."""
         process = self._process
         self.__init__()  # type: ignore[misc]
         if process is None:
@@ -224,7 +224,7 @@ def _paths() -> list[str]:
 _WORD = b"\0compiled_autograd\n"
 """First bytes of a message. Imports of Python or PyTorch may print other text before output is redirected."""
 READY = b"ready"
-"""The first message of the process that is asked."""
+"""The first message of the other process."""
 
 
 def send(stream: IO[bytes], data: bytes) -> None:

@@ -50,11 +50,11 @@ class Claim:
 class Claims:
     """All claims of the process, in the order in which they were made.
 
-    The list of them changes without a lock, by calls of C alone, which no other thread comes into: so whoever looks
-    through it takes a copy first, and what is taken out of it may be gone already.
+    Their list changes without a lock, only by calls of C, during which no other thread runs. So readers take a copy
+    first, and a claim to be removed may be gone already.
 
     Attributes:
-        made: that list.
+        made: the list.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Claims:
         self._let_pass(claim)
 
     def release(self, claim: Claim) -> None:
-        """The leaves are written."""
+        """Release a claim, after its leaves are written."""
         if claim.token.locked():
             claim.token.release()
         self._remove(claim)
@@ -114,7 +114,7 @@ class Claims:
             pass
 
     def wait_for_writers(self) -> None:
-        """The calling thread is counted as one that enters the eager engine: wait for those who did not know it."""
+        """Wait, for a thread that is counted as entering the eager engine, for writers that did not see it."""
         if not self.made:
             return
         me = threading.get_ident()
@@ -196,7 +196,7 @@ class Claims:
                 pass
 
     def reset_after_fork(self) -> None:
-        """In a forked child only the calling thread lives on, and no lock may be trusted."""
+        """Reset in a forked child, where only the calling thread exists and locks may be in any state."""
         self._bells, self._entering = {}, {}
         me = threading.get_ident()
         self.made = [each for each in self.made if each.thread == me]

@@ -35,12 +35,12 @@ _forked = PROCESS.register(_Forked())
 
 
 def why_not_compile() -> Bypass | None:
-    """Why this thread may compile nothing now; None where it may."""
+    """Return why this thread may compile nothing now; None if it may."""
     return INSIDE_COMPILE if GATE.stands_in_line() else why_not_capture()
 
 
 def why_not_capture() -> Bypass | None:
-    """Why it may not capture what would then be compiled, asked while it has the seam for that."""
+    """Return why this thread, which has the seam, may not capture a tape to compile it."""
     if _forked.while_compiling:
         return FORKED
     return INSIDE_COMPILE if _compiles() else None

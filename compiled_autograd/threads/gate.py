@@ -136,7 +136,7 @@ class Gate:
         return any(turn.thread == me and turn.stands() for turn in [*self.line])
 
     def waited_for_by(self, thread: int) -> int | None:
-        """The thread that has the seam, where another one waits until it gives it back."""
+        """Return the thread that has the seam, if ``thread`` waits for it."""
         first = self._first() if self.line else None
         if first is None or first.thread == thread:
             return None
@@ -196,7 +196,7 @@ class Gate:
         return turn if first is None else first
 
     def leave(self, turn: Turn) -> None:
-        """The calling thread has left its place."""
+        """Leave the line."""
         self._drop(turn)
 
     def _reason(self, me: int) -> Bypass | None:
@@ -224,13 +224,14 @@ class Gate:
         return self._first() is None and not self.idents and not _holders(self.in_eager)
 
     def hold_over_fork(self) -> None:
-        """No other thread walks while the process is forked: the engine's own lock would stay locked in the child."""
+        """Block walks of other threads during a fork: the engine's own lock would stay locked in the child."""
         turn = Turn()
         self._forking.turns = turn, self._forking.turns  # a signal's handler may fork in the midst of a fork
         self._come_first(turn)
 
     def release_after_fork(self) -> None:
-        """In the parent. What Ctrl-C raised before the fork, Python has told of and passed over."""
+        """Allow walks again, in the parent. (Python prints Ctrl-C during the callbacks before the fork, and ignores
+        it.)"""
         turns = self._forking.turns
         if turns is not None:
             turn, self._forking.turns = turns  # no call: nothing comes between this and the release
@@ -239,7 +240,7 @@ class Gate:
             self.leave(turn)
 
     def reset_after_fork(self) -> None:
-        """In a forked child only the calling thread lives on, and no lock may be trusted."""
+        """Reset in a forked child, where only the calling thread exists and locks may be in any state."""
         self.release_after_fork()
         me = get_ident()
         self.line[:] = [turn for turn in self.line if turn.thread == me]  # the same list: C++ asks how long it is

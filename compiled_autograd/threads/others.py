@@ -22,7 +22,7 @@ clear_cache = _seam.clear_cache
 
 
 def have_them_wait() -> None:
-    """From now on, others change the seam between walks."""
+    """Have other users change the seam only between walks."""
     for function in (set_autograd_compiler, clear_cache):
         setattr(_seam, function.__name__, _between_walks(function))
 

@@ -35,7 +35,7 @@ def _others() -> ModuleType | None:
 
 
 def share_op(name: str, function: Callable[..., Any], is_custom: bool, traceable: bool) -> str:
-    """A function was bound for us. Gives the name under which both of us know it."""
+    """Share a function that was bound here. Return its name on both sides."""
     others = _others()
     if others is not None and not _pending:
         return str(others.ops.add(name, function, is_custom, traceable))
@@ -63,7 +63,7 @@ def others_are_on() -> bool:
 
 
 def captures_of_others() -> int:
-    """How often PyTorch's own compiled autograd has captured."""
+    """Return how often PyTorch's own compiled autograd has captured."""
     others = _others()
     return 0 if others is None else int(repr(others.COMPILE_COUNTER).strip("count()"))
 

@@ -12,7 +12,8 @@ from typing import Any
 
 
 def references(values: Sequence[Any], index: int) -> int:
-    """How often something in a list is referred to: :data:`COUNT_OF_UNSHARED`, and once more for each of the others."""
+    """Return the number of references to an object in a list: :data:`COUNT_OF_UNSHARED`, plus one for each other
+    reference."""
     return sys.getrefcount(values[index])
 
 

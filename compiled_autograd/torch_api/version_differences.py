@@ -91,11 +91,11 @@ def decomposing(table: Mapping[Any, Callable[..., Any]]) -> AbstractContextManag
 
 @functools.cache
 def prepare_fake_tensors() -> None:
-    """To be called before fake tensors are used, by whatever thread.
+    """Prepare fake tensors, before any thread uses them.
 
-    In 2.11, built for CUDA but on a machine without a device, the first thread that uses them sets a guard for devices
-    of the whole process, and takes it along when it ends: the next thread dies of it. So the first one is a thread
-    that does not end (``c10/core/impl/DeviceGuardImplInterface.cpp``).
+    In 2.11, built for CUDA but on a machine without a device, the first thread that uses them sets a device guard for
+    the whole process, and destroys it when it ends: the next thread crashes. So the first one is a thread that does not
+    end (``c10/core/impl/DeviceGuardImplInterface.cpp``).
     """
     if has("device_guard") or not torch.backends.cuda.is_built() or torch.cuda.is_available():
         return

@@ -19,7 +19,7 @@ from .inlined import InlinedBackward
 
 
 class AOTBackward(InlinedBackward):
-    """One such backward."""
+    """The backward of one compiled forward."""
 
     def __init__(self, function: Any, graph_module: fx.GraphModule) -> None:
         super().__init__(f"AOTBackward{function._aot_id}")
@@ -43,7 +43,8 @@ class AOTBackward(InlinedBackward):
 
 
 class _Reshaping(fx.Interpreter):
-    """The graph was made for gradients with the strides that AOTAutograd guessed; the forward may give others."""
+    """Runs the graph, which was made for gradients with the strides that AOTAutograd guessed. The forward may give
+    others."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """A node of the graph."""

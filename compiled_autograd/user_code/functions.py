@@ -69,17 +69,18 @@ def with_dtypes(name: tuple[Any, ...], ctx: Any) -> int:
 
 
 def forget_numbers() -> None:
-    """The engine has forgotten all keys that they are in."""
+    """Forget all numbers, since the engine's cache of keys was cleared."""
     _numbers.clear()
     if len(_partly_packed) > _MAX_PARTLY_PACKED:
         _partly_packed.clear()
 
 
 def tell_packed_apart(ctx: Any) -> bool:
-    """From now on, have the engine's key say which saved tensors of a function were packed by hooks; False if it does.
+    """Have the engine's key say from now on which saved tensors of a function were packed by hooks; False if it already
+    does.
 
-    It says so by itself only where all were or none was: of a tensor that was packed it has nothing. To ask costs more
-    than a microsecond, so it is done for those functions of which it was seen that some were packed and some not.
+    By itself the key says this only if all were packed or none: it has nothing of a packed tensor. The check costs more
+    than a microsecond, so only functions with both kinds get it.
     """
     function = type(ctx)._forward_cls
     name = (function.__module__, function.__qualname__)
@@ -243,8 +244,8 @@ def _class_with_saved(own_class: Any) -> type:
 
 
 def _call_of(ctx: Any) -> _Call | None:
-    """The call that the calling thread is in; in a thread of the user's, or of the eager engine's, any other: all are
-    given what was saved once. None after the last one."""
+    """Return the call of the calling thread. In another thread of the user or of the engine, return any call: all have
+    the same saved values. None after the last call."""
     calls = tuple(ctx.__dict__.get(_CALLS, ()))
     if len(calls) > 1:
         me = threading.get_ident()

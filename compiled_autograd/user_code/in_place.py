@@ -19,7 +19,7 @@ _Place = TypeVar("_Place", bound=Hashable)
 
 
 def versions_of(places: Collection[_Place], values: Any) -> dict[_Place, int]:
-    """How often what lies at some places was changed in place, as far as that is counted: not of inference tensors."""
+    """Return the versions of tensors at some places; inference tensors have none."""
     with torch._C.DisableTorchFunctionSubclass():
         try:
             return {place: attributes.version(values[place]) for place in places}
@@ -53,10 +53,10 @@ def changed(places: Iterable[_Place], values: Any, versions: Mapping[_Place, int
 
 
 def check(tensor: torch.Tensor, version: int, node: str = "") -> None:
-    """See that a saved tensor is as it was.
+    """Check that a saved tensor is unchanged.
 
     Args:
-        node: the name of the node that saved it, where that is known: of its own output it says which.
+        node: the name of the node that saved it, if known: for its own output the error says which.
 
     Raises:
         RuntimeError: it was changed in place, in the engine's words.
@@ -73,7 +73,8 @@ def check(tensor: torch.Tensor, version: int, node: str = "") -> None:
 
 
 def _in_the_engines_words(kind: str, origin: str | None, number: int, now: int, version: int) -> str:
-    """Its words differ between versions of PyTorch: so it is brought to say them of a tensor of ours."""
+    """Return the engine's error text, which differs between versions of PyTorch. So the engine is made to raise it for
+    a tensor of ours."""
     words = _of_a_tensor_of_ours()
     match = re.search(r", which is output 0 of (\w+),", words)
     if origin is not None and match is not None:

@@ -12,7 +12,7 @@ from .hooks import Grad
 
 
 class Inlined:
-    """One call of such code. Called, it does for real what :meth:`trace` does operator by operator."""
+    """A call of such code. The call does for real what :meth:`trace` does operator by operator."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -21,7 +21,7 @@ class Inlined:
         raise NotImplementedError
 
     def trace(self, *args: Any) -> Any:
-        """The same, operator by operator."""
+        """Run the call operator by operator."""
         raise NotImplementedError
 
 
@@ -39,15 +39,15 @@ class InlinedBackward(Inlined):
         defined: Sequence[bool | torch.layout],
         *grads: Grad,
     ) -> list[Grad]:
-        """The same, operator by operator; the arguments are those of :func:`call_backward`."""
+        """Run the call operator by operator; the arguments are those of :func:`call_backward`."""
         raise NotImplementedError
 
 
 class Marked(Inlined):
-    """A call of what its author has marked as traceable.
+    """A call of code marked as traceable.
 
     Attributes:
-        called: why it is called from now on; None as long as nothing has shown that it cannot be traced.
+        called: why it is called from now on; None while it may be traced.
     """
 
     called: str | None = None

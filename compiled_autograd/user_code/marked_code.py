@@ -166,7 +166,7 @@ def _of_module(value: Any) -> Any:
 
 
 def _names_of(code: types.CodeType) -> set[str]:
-    """All that code and what is inside it names."""
+    """Return all names in code, and in code inside it."""
     return {*code.co_names}.union(*[_names_of(each) for each in code.co_consts if type(each) is types.CodeType])
 
 
@@ -259,7 +259,7 @@ def _refuse_what_was_put_there(name: str, value: Any) -> None:
 
 
 def _called_through(name: str, value: Any) -> list[types.FunctionType]:
-    """The functions that are to be looked at, since marked code may call them."""
+    """Return the functions that must be checked, since marked code may call them."""
     if isinstance(value, types.FunctionType):
         if not of_torch(value):
             return [value]

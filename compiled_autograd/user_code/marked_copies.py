@@ -78,10 +78,10 @@ class Copies:
         self._originals.append(value)
 
     def refuse_changes(self) -> None:
-        """To be asked after the trace.
+        """Check for changes after the trace.
 
         Raises:
-            NotPlainError: it has changed one of the lists and dictionaries.
+            NotPlainError: one of the lists and dictionaries was changed.
         """
         for copy, before in self._before:
             after = _items(copy)

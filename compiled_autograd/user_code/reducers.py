@@ -1,8 +1,8 @@
-"""The hooks that DDP's reducer has on leaves: they are C++, and the engine refuses to report a tape that has them.
+"""Hooks of DDP's reducer on leaves. They are C++ hooks, so the engine refuses to report a tape with them.
 
-So they are kept from refusing while the engine walks, and are calls of the tape graph's form for such a tape. The
-reducer is DDP's own, with its buckets, its order and its communication. The queue of callbacks is private to the
-engine. Written against torch 2.13.
+During a walk they are silenced, and they are calls of the tape graph's form for such a tape. The reducer is DDP's own,
+with its buckets, its order and its communication. The queue of callbacks is private to the engine. Written against
+torch 2.13.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Reducers:
         self.backward: Callable[[torch.Tensor], None] | None = None
 
     def forget(self) -> None:
-        """As if no tape had such hooks."""
+        """Forget all, as if no tape had such hooks."""
         self.module = None
 
     def backward_of_hooks(self, leaves: Sequence[torch.Tensor]) -> None:

@@ -153,6 +153,6 @@ def _attributes(ctx: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _backward_of(function: Any) -> Callable[..., Any]:
-    """As ``BackwardCFunction.apply`` chooses (``torch/autograd/function.py``, 2.13)."""
+    """Choose the method as ``BackwardCFunction.apply`` does (``torch/autograd/function.py``, 2.13)."""
     base = torch.autograd.Function
     return function.vjp if function.backward is base.backward else function.backward

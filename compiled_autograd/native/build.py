@@ -55,7 +55,7 @@ def build(target: Path, command: list[str], waits: bool = False) -> None:
 
 
 def _times_ended(target: Path) -> int:
-    """How often its compiler was ended, with this time."""
+    """Return how often the compiler of a target was killed, with this time."""
     with target.with_suffix(".ended").open("a+") as file:
         file.write(".")
         return file.tell()

@@ -57,7 +57,7 @@ class Plan(Protocol):
     def add_variant(
         self, outputs: Sequence[Any], gradients: Sequence[Any], inputs: Sequence[Any] = (), captures: bool = False
     ) -> Found | str:
-        """The same; what the tape holds is a variant from then on."""
+        """Return the values of a tape, and add their properties as a variant of the plan."""
 
     def take(
         self,
@@ -67,7 +67,7 @@ class Plan(Protocol):
         inputs: Sequence[Any] = (),
         captures: bool = False,
     ) -> Taken | str:
-        """The same; unless it is to be kept, the tape is freed, as by the engine."""
+        """Take the values of a tape, and free the tape as the engine would, unless it must be kept."""
 
 
 Question = tuple[Any, str | None, Any]

@@ -43,7 +43,7 @@ class Library:
 
     Attributes:
         LATEST: the library that this process uses; None before it was looked for.
-        reason: why it is not there; empty where it is.
+        reason: why it does not exist; empty if it does.
     """
 
     LATEST: ClassVar[Library | None] = None
@@ -116,14 +116,14 @@ class Library:
 
 
 def why_unsupported() -> str:
-    """Why there can be no extension here; empty where there can."""
+    """Return why no extension is possible here; empty if it is."""
     if sys.platform != "linux":
         return f"it was not tested on {sys.platform}"
     return why_no_compiler()
 
 
 def why_no_compiler() -> str:
-    """Why nothing in C++ can be built here; empty where it can."""
+    """Return why C++ cannot be built here; empty if it can."""
     return "" if _compiler() else "there is no C++ compiler: set CXX, or install g++"
 
 
@@ -171,7 +171,8 @@ def _command(name: str) -> list[str]:
 
 
 def _begin_build(target: Path, name: str) -> None:
-    """The process that is waited for ends at once; the compiler runs in one that is no child of this one."""
+    """Begin a build. The process that is waited for ends at once. The compiler runs in a process that is no child of
+    this one."""
     subprocess.run(
         [sys.executable, "-I", "-S", str(Path(building.__file__)), str(target), *_command(name)],
         stdin=subprocess.DEVNULL,

@@ -1,7 +1,7 @@
-"""What the site has beside the pages of docs/: README, CONTRIBUTING, the changes, the license, and the tutorials.
+"""Pages of the site beside those of docs/: README, CONTRIBUTING, the changes, the license, and the tutorials.
 
-Links are written as they hold in the repository, where GitHub follows them. Here they are made links between pages; to
-files that are no pages, links to the repository, where ``REPOSITORY_URL`` says where that is.
+Links are written for the repository, where GitHub follows them. Here they become links between pages. Links to files
+that are no pages become links to the repository, at ``REPOSITORY_URL``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _with_buttons(markdown: str) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Takes the roles out of docstrings, which are Sphinx's."""
+    """Remove the roles from docstrings, since they are Sphinx's."""
     return _ROLE.sub("", html)
 
 

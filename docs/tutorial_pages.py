@@ -1,7 +1,7 @@
 """Pages of the tutorials, made of the programs in ``examples/`` and of what ``examples/README.md`` keeps of them.
 
 The docstring of a program, those of its functions and classes, and its comments are prose; the rest is code between.
-What it printed is kept in ``examples/README.md``, and ``tests/test_as_users.py`` compares that with what it prints.
+``examples/README.md`` keeps its output, and ``tests/test_as_users.py`` compares that with the current output.
 
     python docs/tutorial_pages.py hooks who_runs     run examples, and keep what they print now
     python docs/tutorial_pages.py --picture hooks    run an example, and keep its picture in docs/tutorials/
@@ -41,7 +41,7 @@ def title(name: str) -> str:
 
 
 def kept(name: str) -> tuple[str, str]:
-    """What ``examples/README.md`` says of an example, and what it printed there; empty where nothing is kept."""
+    """Return the text of ``examples/README.md`` on an example, and its kept output; empty if nothing is kept."""
     text = _KEPT.read_text()
     found = re.search(rf"^## \[`{name}\.py`\].*?\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     said, _, printed = (found[1] if found else "").partition("\n```\n")
@@ -49,8 +49,8 @@ def kept(name: str) -> tuple[str, str]:
 
 
 def is_as_kept(name: str, printed: str) -> bool:
-    """Whether an example printed what is kept, but for its numbers: each line, up to the first one. Nothing kept agrees
-    with anything. Lines that begin in the same way may be more or fewer."""
+    """Return whether an example's output equals the kept one up to the first number of each line. Without kept output,
+    True. Lines that begin in the same way may be more or fewer."""
     return not kept(name)[1] or _beginnings(kept(name)[1]) == _beginnings(printed)
 
 

@@ -38,7 +38,7 @@ _REAL_CALLS = "the results of the real calls"
 
 @dataclass(slots=True)
 class Account:
-    """Tells the session of one backward, once; ``started`` is when that was asked for."""
+    """Record one backward exactly once; ``started`` is the time of its call."""
 
     session: Session
     settings: Settings

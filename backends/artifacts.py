@@ -119,7 +119,7 @@ class ArtifactBackend(Backend):
             return None
 
     def why_not_saved(self, compiled: Compiled) -> str | None:
-        """Why :meth:`save` gives None."""
+        """Return why :meth:`save` returns None."""
         try:
             self.stored(compiled)
         except CannotStoreError as error:

@@ -72,5 +72,5 @@ class EagerBackend(ArtifactBackend):
         return types.MethodType(forward, types.SimpleNamespace(**tensors_from_bytes(stored.constants)))
 
     def environment(self) -> dict[str, str]:
-        """Nothing: calls of operators are the same on every machine."""
+        """Return nothing: calls of operators are the same on every machine."""
         return {}

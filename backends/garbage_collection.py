@@ -27,10 +27,10 @@ what a signal's handler runs there."""
 
 
 class _Rarely:
-    """To be entered; by several threads at a time, and several times.
+    """A context with rare garbage collection; several threads may enter it, each several times.
 
     Attributes:
-        entered: how often, by thread. What Ctrl-C kept a thread from leaving, it leaves by :meth:`leave_all`.
+        entered: the number of entries, by thread. After Ctrl-C a thread leaves the rest by :meth:`leave_all`.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class _Rarely:
         self._alone(lambda me: self._leave(me, self.entered.get(me, 0) - 1))
 
     def leave_all(self) -> None:
-        """The calling thread is in none of what it entered this for."""
+        """Leave all entries of the calling thread."""
         self._alone(lambda me: self._leave(me, 0))
 
     def _alone(self, change: Callable[[int], None]) -> None:
@@ -90,7 +90,7 @@ class _Rarely:
             gc.collect(_YOUNG if sys.getallocatedblocks() > _MANY_BLOCKS else _ALL)
 
     def reset_after_fork(self) -> None:
-        """In a forked child nothing is being made."""
+        """Reset in a forked child, where nothing is being compiled."""
         self._lock = threading.RLock()
         if self.entered:
             self.entered.clear()

@@ -34,7 +34,7 @@ def meanwhile(*work: Callable[[], object]) -> Iterator[None]:
 
 
 def do_other_work() -> None:
-    """A compiler is at work, and the thread would wait for it."""
+    """Do other work, in a thread that would wait for a compiler."""
     work, _thread.work = _thread.work, []
     for each in work:
         try:

@@ -17,12 +17,12 @@ A callable may say more of itself, in attributes and methods with the names of t
 and have the answer for one that says nothing.
 """
 PROVING_RUNS = 2
-"""The number of runs of each form that are compared with the real calls. Two, since one that keeps memory from run to
-run shows it only at the second."""
+"""Number of runs of each form that are compared with the real calls. Two, since code that keeps memory from run to run
+shows it only at the second."""
 SOURCE = "__source__"
-"""The name in a namespace that an artifact was run in, under which its source lies there."""
+"""Name of an artifact's source in the namespace in which it was run."""
 ONLY_FORM = "compiled code"
-"""The name of what runs where something compiled has but one form."""
+"""Name of the form of compiled code that has only one."""
 
 
 def keeps_inputs(compiled: Compiled) -> bool:
@@ -46,7 +46,7 @@ def form_for(compiled: Compiled, arguments: Sequence[Any]) -> str:
 
 
 def form_that_ran(compiled: Compiled, form: str) -> str:
-    """The name of what its last call in this thread has run, of which ``form`` was expected."""
+    """Return the name of the form that its last call in this thread has run; ``form`` was expected."""
     ask = getattr(compiled, "form_that_ran", None)
     return form if ask is None else ask()
 
@@ -67,10 +67,10 @@ def drop(compiled: Compiled, form: str) -> bool:
 
 
 def another(compiled: Compiled) -> Compiled:
-    """The same code for another region.
+    """Return the same code for another region.
 
-    A callable has it where what it does depends on the sizes and strides of the inputs that it was first run with; the
-    two share all but that.
+    A callable has this method if its work depends on the sizes and strides of the inputs of its first run. The two
+    share everything else.
     """
     make = getattr(compiled, "another", None)
     return compiled if make is None else make()
@@ -142,7 +142,7 @@ class Storing(Protocol):
         """Return the result of :meth:`Backend.compile` as bytes; None if it cannot be stored."""
 
     def why_not_saved(self, compiled: Compiled) -> str | None:
-        """Why :meth:`save` gives None for it; None where it does not."""
+        """Return why :meth:`save` returns None for it; None if it does not."""
 
     def load(self, data: bytes) -> Compiled:
         """Undo :meth:`save`, in any process with the same :meth:`environment`, without compiling anything.

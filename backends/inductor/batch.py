@@ -81,7 +81,7 @@ class _Batch:
 
 
 _known: dict[_Source, Kernel] = {}
-"""All that this process has compiled so."""
+"""All kernels that this process has compiled in batches."""
 
 
 def _is_known(source: _Source) -> bool:

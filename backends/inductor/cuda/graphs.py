@@ -43,7 +43,7 @@ PATIENCE = 256
 
 
 class _NoRoomError(Exception):
-    """The memory that results may take is taken by graphs that are in use."""
+    """Graphs in use take all memory that results may take."""
 
 
 class _Thread(threading.local):
@@ -80,7 +80,7 @@ class Replayed:
         self._thread = _Thread()
 
     def another(self) -> Replayed:
-        """The same code for another region, with graphs of its own."""
+        """Return the same code for another region, with graphs of its own."""
         return Replayed(self.compiled, self.device)
 
     # ---- forms -----------------------------------------------------------------------------------------------------

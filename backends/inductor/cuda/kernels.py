@@ -127,7 +127,7 @@ def launch_of(name: str, kernel: Any, code: Iterable[ast.AST]) -> tuple[Launch, 
 
 
 def _launcher(name: str, kernel: Any) -> Any:
-    """The one launcher that a kernel is left with once it has run."""
+    """Return the one launcher that a kernel keeps after its run."""
     launchers = getattr(kernel, "launchers", None)
     if not isinstance(launchers, list) or not isinstance(getattr(kernel, "inductor_meta", None), dict):
         raise CannotStoreError(
@@ -257,7 +257,8 @@ def _missing(launches: Iterable[Launch]) -> list[Launch]:
 
 
 def launched_here(launches: Mapping[str, Launch], kernels: Mapping[str, Any]) -> dict[str, Launched]:
-    """The same for kernels that this process has compiled and run, which stay loaded as long as they are kept."""
+    """Return the launches of kernels that this process has compiled and run. They stay loaded while they are
+    referenced."""
     if not launches:
         return {}
     launch = torch._C._StaticCudaLauncher._launch_kernel
@@ -266,7 +267,7 @@ def launched_here(launches: Mapping[str, Launch], kernels: Mapping[str, Any]) ->
 
 
 def launched(source: str, function: int, launch: Callable[..., None]) -> Launched:
-    """A kernel that is launched by the code of a :class:`Launch`, from the driver's handle of it."""
+    """Return a kernel that the code of a :class:`Launch` launches, by the driver's handle."""
     namespace: dict[str, Any] = {"_function": function, "_launch": launch}
     exec(compile(source, "<the launch of a stored kernel>", "exec"), namespace)
     return Launched(namespace["run"])

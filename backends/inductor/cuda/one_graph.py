@@ -1,4 +1,4 @@
-"""One CUDA graph of a region: how it is captured, and how its results are given."""
+"""One CUDA graph of a region: its capture, and its results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .inputs import copy_all
 
 @dataclass(slots=True)
 class Graph:
-    """One graph, and how its results are given.
+    """One graph, and the memory of its results.
 
     Attributes:
         graph: the captured graph.

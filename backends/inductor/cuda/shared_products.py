@@ -200,7 +200,7 @@ class _Joined:
         return whole
 
     def _known(self, parts: Sequence[Any], root: fx.Node) -> fx.Node | None:
-        """The same, where they are so already before a sum is made."""
+        """Return the concatenation of some matrices, if it exists before the sum."""
         whole = self.wholes.get(tuple(parts))
         return whole if whole is not None and whole < root else None
 

@@ -23,9 +23,9 @@ from .translation import MakeProgram, UnknownCodeError, translated, values_of
 
 _log = logging.getLogger(__name__)
 Inputs = tuple[Value, ...]
-"""All that a program has in it of the run that it was made for."""
+"""The properties of its inputs that a program contains."""
 Change = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""From a namespace to one with other functions under some names."""
+"""Maps a namespace to one with other functions under some names."""
 GENERATED_CODE, PROGRAM = "generated code", "straight-line program"
 """The forms of a :class:`StraightLine`."""
 
@@ -66,7 +66,7 @@ class StraightLine:
         self._users.append(weakref.ref(self))
 
     def another(self) -> StraightLine:
-        """The same code for another region, with a program of its own where its inputs have other sizes or strides."""
+        """Return the same code for another region, with its own program if its inputs have other sizes or strides."""
         return replace(self)
 
     def __call__(self, arguments: list[Any]) -> Sequence[Any]:

@@ -225,13 +225,13 @@ class Translation:
         return ("call", function, (), (value.sizes, value.strides, value.dtype), value.slot, False)
 
     def _new(self, value: Value) -> Value:
-        """The same in a slot of its own."""
+        """Return the value in a slot of its own."""
         made = Value(len(self._objects), value.sizes, value.strides, 0, value.dtype)
         self._objects.append(made)
         return made
 
     def _object(self, value: Value) -> int:
-        """The slot of a Python object that is what ``value`` says."""
+        """Return the slot of a Python object with the properties of ``value``."""
         there = self._objects[value.slot]
         allocation = self._allocations.pop(value.slot, None)
         if value == there:

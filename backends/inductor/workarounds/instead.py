@@ -30,7 +30,7 @@ class Instead(threading.local):
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """The calling thread is inside."""
+        """Count the calling thread as inside."""
         _install(self)
         self.depth += 1
         try:

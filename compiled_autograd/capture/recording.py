@@ -1,5 +1,5 @@
-"""The tape graph of a capture while it is being made, and the stand-ins: the empty tensors that the engine is given in
-place of the values that nodes of the graph stand for, recognised by identity when they come back as arguments.
+"""The tape graph under construction, and stand-ins: empty tensors that the engine gets for the graph's values. They are
+recognised by identity when they come back as arguments.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class Recording:
         return [self._blank() for _ in range(count)]
 
     def spoil(self) -> None:
-        """The report ended in the middle of a node, and stand-ins of ours may be left in it: nobody shall compute with
-        them. Whoever unpacks one is told that it was changed in place."""
+        """Mark the stand-ins as changed in place, so that unpacking one raises. A report that ends within a
+        node may leave some in the tape."""
         torch.autograd.graph.increment_version(self._alive)
 
     # ---- nodes and stand-ins ---------------------------------------------------------------------------------------

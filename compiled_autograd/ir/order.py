@@ -16,9 +16,9 @@ from torch import fx
 from .. import ir
 
 MAX_TERMS = 8
-"""The largest number of gradients that are added when all are there. In longer sums each is added as it comes."""
+"""Maximum number of gradients that one call adds. In longer sums each gradient is added as soon as it is computed."""
 _FIRST_TERMS = "first_terms"
-"""In the ``meta`` of a part of a long sum."""
+"""Marks, in ``meta``, a partial sum of a long sum."""
 
 
 class ReadyQueue:
@@ -98,10 +98,10 @@ def engine_order(calls: Sequence[ir.TapeCall]) -> list[int]:
 
 
 def in_engine_order(tape: ir.TapeGraph) -> ir.TapeGraph:
-    """The tape graph with its calls, and the terms of its sums, in the engine's order. Its nodes are moved there.
+    """Move the calls of a tape graph, and the terms of its sums, into the engine's order, and return the graph.
 
-    Long sums are then made as the engine makes them, while their terms come: the weights of a loop get a gradient in
-    each of its steps, and all of them together may take a thousand times the memory of their sum.
+    Long sums are then added as the engine adds them, term by term: the weights of a loop get a gradient in each step,
+    and the gradients of all steps may need a thousand times the memory of their sum.
     """
     order = engine_order(tape.calls)
     _made_at_once(tape.graph)
@@ -140,7 +140,7 @@ def in_engine_order(tape: ir.TapeGraph) -> ir.TapeGraph:
 
 
 def _made_at_once(graph: fx.Graph) -> None:
-    """Undo :func:`_made_as_they_come`."""
+    """Join the sums that :func:`_made_as_they_come` has split."""
     for node in graph.find_nodes(op="call_function", target=ir.sum_gradients):
         if _FIRST_TERMS in node.meta:
             continue  # the sum that it is a part of is still to come
@@ -154,7 +154,7 @@ def _made_at_once(graph: fx.Graph) -> None:
 
 
 def _made_as_they_come(graph: fx.Graph) -> None:
-    """Make a long sum of sums of two, each in the place where its second term is made. It is rounded as before."""
+    """Split long sums into sums of two, each placed where its second term is computed. The rounding stays the same."""
     sums = graph.find_nodes(op="call_function", target=ir.sum_gradients)
     sums = [node for node in sums if len(node.args) > MAX_TERMS and len({*node.args}) == len(node.all_input_nodes)]
     place = {node: number for number, node in enumerate(graph.nodes)} if sums else {}
@@ -172,10 +172,10 @@ def _made_as_they_come(graph: fx.Graph) -> None:
 
 
 def order_shows(tape: ir.TapeGraph, bitwise: bool) -> bool:
-    """Whether anybody could tell in which order the nodes of a tape run: users' code, or how a sum is rounded.
+    """Return whether the order of the nodes shows: to users' code, or in the rounding of a sum.
 
     Args:
-        bitwise: sums are to be rounded as eager rounds them.
+        bitwise: round sums as eager rounds them.
     """
     if any(call.edges is None for call in tape.calls):
         return False  # then it is that of the walk, always

@@ -41,7 +41,7 @@ class Opaque:
 
 @dataclass(slots=True, eq=False)
 class Accumulate:
-    """What leaves receive, in the engine's order: calls of :func:`ir.accumulate_grad`."""
+    """Gradients of leaves, in the engine's order: calls of :func:`ir.accumulate_grad`."""
 
     nodes: list[fx.Node]
 
@@ -49,9 +49,9 @@ class Accumulate:
 Step = Region | Opaque | Accumulate
 
 MAX_CALLS_OF_SLOW_REGION = 6_000
-"""The largest number of calls of a region where compiling is slow: for these Inductor takes a quarter of a minute."""
+"""Maximum number of calls in a region for a slow compiler. Inductor takes about 15 seconds for that many."""
 MAX_CALLS_OF_REPEATED_REGION = 1_000
-"""The same for a tape of equal steps or layers, if it has at least eight such regions. Equal ones are compiled once."""
+"""Maximum for tapes that repeat, such as loops, with at least eight such regions. Equal regions are compiled once."""
 
 
 BRANCHES_ON_FAKE_TENSORS = frozenset({"ProdBackward0", "ProdBackward1", "MaskedFillBackward1"})
@@ -60,11 +60,11 @@ BRANCHES_ON_FAKE_TENSORS = frozenset({"ProdBackward0", "ProdBackward1", "MaskedF
 
 
 def is_opaque(node: fx.Node, bitwise: bool, untraceable: Container[fx.Node] = ()) -> bool:
-    """Whether a call runs as it is.
+    """Return whether a call runs as it is, uncompiled.
 
     Args:
-        bitwise: what is traced must be bit for bit what the engine would compute.
-        untraceable: calls that have shown that they cannot be traced.
+        bitwise: traced code must compute the engine's results bit for bit.
+        untraceable: calls that failed to trace.
     """
     if node.target in ir.USERS_CODE or node in untraceable:
         return True
@@ -147,8 +147,7 @@ def _cuts(nodes: Sequence[fx.Node], max_calls: int) -> frozenset[fx.Node]:
 
 
 def _stretch(nodes: Sequence[fx.Node], max_calls: int) -> int:
-    """After how many calls a region ends: as many repetitions of what the middle of the tape repeats as there is room
-    for, or ``max_calls`` where it repeats nothing."""
+    """Return the length of a region: whole repetitions if the middle of the tape repeats, else ``max_calls``."""
     repeated = min(max_calls, MAX_CALLS_OF_REPEATED_REGION)
     if len(nodes) < 8 * repeated:
         return max_calls

@@ -336,7 +336,7 @@ def _take_what_is_used(graph: fx.Graph, taken_in: list[int], examples: list[Any]
 
 
 def _name(position: int, value: Any) -> str:
-    """Of a placeholder. Inductor takes it that what is named ``arg`` outlives the graph, and plans the order of what it
-    runs so that all else can be freed early (``is_nonfreeable_buffers`` in ``torch/_inductor/utils.py``, 2.13)."""
+    """Name a placeholder. Inductor assumes that inputs named ``arg`` outlive the graph, and orders its kernels so that
+    the other inputs can be freed early (``is_nonfreeable_buffers`` in ``torch/_inductor/utils.py``, 2.13)."""
     owner = value._base if isinstance(value, torch.Tensor) and value._is_view() else value
     return f"{'arg' if isinstance(owner, torch.nn.Parameter) else 'saved'}{position}_1"

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import compiled_autograd as ca
 from compiled_autograd.comparing import backward_times, hints
@@ -323,6 +324,25 @@ def test_each_fused_optimizer_is_tried(kind: Callable[..., torch.optim.Optimizer
     assert hints._fused_ratio(kind(parameters, lr=0.1), parameters) is not None
     assert hints._fused_ratio(kind(parameters, lr=0.1, fused=True), parameters) is None
     assert hints._fused_ratio(kind(parameters, lr=0.1), []) is None  # no parameter has a gradient
+
+
+def test_copies_call_no_hook_of_the_programs_own() -> None:
+    """Neither those of all optimizers, nor a profiler's."""
+    seen: list[object] = []
+    handles = [
+        register(lambda *given: seen.append(given[0]))
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    ]
+    model = mlp()
+    model(torch.randn(4, 8)).sum().backward()
+    parameters = list(model.parameters())
+    try:
+        with torch.profiler.profile() as profiled:
+            assert hints._fused_ratio(torch.optim.AdamW(parameters), parameters) is not None
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert not seen and not [each.name for each in profiled.events() if "Optimizer.step" in each.name]
 
 
 _SCRIPT = """

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -296,6 +297,19 @@ def positive(text: str) -> int:
     return number
 
 
+def least_memory(args: argparse.Namespace) -> int:
+    """Return a lower bound of the bytes that the trainings need."""
+    of_weights = 2 * 4 * 12 * args.width  # two trainings, each with weights, gradients and two moments of AdamW
+    return 4 * args.layers * args.width * (of_weights + 10 * args.batch_size * args.block_size)
+
+
+def memory_of(device: str) -> float:
+    """Return the bytes of memory of a device; infinity where the system does not tell."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     length = parser.add_mutually_exclusive_group()
@@ -316,6 +330,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--picture", type=Path, default=Path("train_llama.svg"), help="where the curves are drawn")
     parser.add_argument("--tolerance", type=float, default=1e-2, help="how far the loss curves may lie apart")
+    parser.set_defaults(refuse=parser.error)
     args = parser.parse_args()
     if not args.seconds > 0:
         parser.error(f"--seconds {args.seconds:g}: some time is needed")
@@ -325,6 +340,20 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--width {args.width} is not a multiple of twice --heads {args.heads}: choose one that is")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch finds no CUDA device here")
+    if not 0 <= args.lr < math.inf:
+        parser.error(f"--lr {args.lr:g}: a finite number of 0 or more is needed")
+    if not -(2**63) <= args.seed < 2**64:
+        parser.error(f"--seed {args.seed}: PyTorch takes numbers from -2**63 to 2**64 - 1")
+    if args.block_size >= CORPUS_CHARACTERS:
+        parser.error(
+            f"--block-size {args.block_size}: at most {CORPUS_CHARACTERS - 1} are possible, the text ends there"
+        )
+    folders = [os.path.isdir(each) for each in (args.picture, args.picture.parent)]  # noqa: PTH112  Path.is_dir may raise
+    if folders != [False, True]:
+        parser.error(f"--picture {args.picture}: a file in a folder that exists is needed, such as curves.png")
+    if (needed := least_memory(args)) > (there := memory_of(args.device)):
+        sizes = "make --batch-size, --block-size, --layers or --width smaller"
+        parser.error(f"at least {needed >> 30:,} GiB of memory are needed, and there are {there / 2**30:.0f}: {sizes}")
     return args
 
 
@@ -335,12 +364,15 @@ def main() -> int:
     import compiled_autograd as ca
 
     args = parse_arguments()
+    try:
+        session = ca.enable(backend=args.backend, on_miss=args.on_miss)
+    except (ca.CompiledAutogradError, LookupError) as error:  # also for a variable in the environment
+        args.refuse(str(error))
     console = Console()
     console.print(choose_threads(args), soft_wrap=True)
     corpus = Corpus.standard_library()
     console.print(f"{len(corpus.codes):,} characters of Python, {len(corpus.alphabet)} different ones")
 
-    session = ca.enable(backend=args.backend, on_miss=args.on_miss)
     symbols = len(corpus.alphabet)
     # Eager stays eager where the environment (COMPILED_AUTOGRAD=1) turned a session on around the whole program.
     runs = [Run("eager", args, symbols, ca.disable()), Run("compiled", args, symbols, session, session)]

@@ -320,6 +320,17 @@ def test_ctrl_c_while_a_turn_is_recorded_leaves_whole_turns(monkeypatch: pytest.
         (("--seconds", "nan"), "--seconds nan: some time is needed"),
         (("--tolerance", "nan"), "--tolerance nan: a number of 0 or more"),
         (("--width", "20", "--heads", "4"), "--width 20 is not a multiple of twice --heads 4"),
+        *((("--lr", text), f"--lr {text}: a finite number of 0 or more") for text in ("nan", "-1", "inf")),
+        *((("--seed", text), f"--seed {text}: PyTorch takes") for text in (str(2**64), str(-(2**63) - 1))),
+        (("--block-size", "2000000"), "--block-size 2000000: at most 1999999 are possible"),
+        (("--picture", "."), "--picture .: a file in a folder that exists is needed"),
+        (("--picture", "missing/a.svg"), "--picture missing/a.svg: a file in a folder that exists is needed"),
+        (("--picture", "a" * 300 + "/a.svg"), "a.svg: a file in a folder that exists is needed"),
+        *(
+            ((name, text), "GiB of memory are needed, and there are ")
+            for name in ("--batch-size", "--layers", "--width")
+            for text in ("400000000000", "4" + 400 * "0")
+        ),
     ],
 )
 def test_the_main_job_refuses_options_in_a_sentence(
@@ -328,6 +339,21 @@ def test_the_main_job_refuses_options_in_a_sentence(
     with pytest.raises(SystemExit):
         _arguments(monkeypatch, *options)
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "says"),
+    [
+        (("--backend", "nope"), {}, "error: there is no backend 'nope'. Known: "),
+        ((), {"COMPILED_AUTOGRAD_TUNE": "perhaps"}, "error: COMPILED_AUTOGRAD_TUNE: tune='perhaps' is not possible"),
+    ],
+)
+def test_the_main_job_refuses_settings_in_a_sentence(
+    options: tuple[str, ...], variables: dict[str, str], says: str, tmp_path: Path
+) -> None:
+    process = _started(_main_job(*options), tmp_path, **variables)
+    printed, errors = process.communicate(timeout=as_a_user.SECONDS)
+    assert process.returncode == 2 and not printed and says in errors and "Traceback" not in errors
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="nothing draws without matplotlib")

@@ -191,26 +191,38 @@ def speed_and_cost(eager: Run, compiled: Run, session: ca.Session) -> str:
     if whole is None:
         return f"no step was left to be timed with compiled code; {cost}"
     speed = f"compiled steps took {whole:.2f} of eager's (backward {backward:.2f}); {cost}"
-    step = paid_back_after(eager, compiled)
+    step, left = paid_back_after(eager, compiled), compiled.outcomes.count("not_worth_it")
+    if left > len(hits) or (step is None and compiled.outcomes[-1] == "not_worth_it"):
+        return f"{speed}; {what_was_lost(eager, compiled, left)}"
     return f"{speed}; " + (f"paid back after step {step}" if step is not None else why_not(eager, compiled, hits))
 
 
 def paid_back_after(eager: Run, compiled: Run) -> int | None:
-    """The first step from which on the training so far took less time than eager's; None where there is none."""
+    """The first hit from which on the training so far took less time than eager's; None where there is none."""
     ahead = -compiled.waited
     since: int | None = None
     for step, (a, b) in enumerate(zip(eager.steps, compiled.steps, strict=True)):
         ahead += a.whole - b.whole
-        since = (step if since is None else since) if ahead > 0 else None
+        if ahead <= 0:
+            since = None
+        elif since is None and compiled.outcomes[step] == "hit":
+            since = step
     return since
+
+
+def what_was_lost(eager: Run, compiled: Run, left: int) -> str:
+    """Say that `left` backwards were left to eager, and how much longer the other steps took than eager's."""
+    steps = zip(eager.steps, compiled.steps, compiled.outcomes, strict=True)
+    others = sum(b.whole - a.whole for a, b, outcome in steps if outcome != "not_worth_it")
+    text = "timed against eager's, the compiled backward was slower, and the session left"
+    lost = max(compiled.waited + others, 0.0)
+    return f"{text} {left} of {plural(eager)} to eager; {lost:.1f} s were lost in the others"
 
 
 def why_not(eager: Run, compiled: Run, hits: Sequence[int]) -> str:
     """Why the training as a whole was not faster than eager's."""
     behind = compiled.waited + sum(b.whole - a.whole for a, b in zip(eager.steps, compiled.steps, strict=True))
     text = f"not paid back, {behind:.1f} s behind eager after {plural(eager)}: "
-    if compiled.outcomes[-1] == "not_worth_it":
-        return f"{text}timed against eager's, the compiled backward was slower and was left"
     gain = statistics.median(eager.steps[step].whole - compiled.steps[step].whole for step in hits)
     return text + (
         f"some {math.floor(behind / gain) + 1:,} more steps would do" if gain > 0 else "compiled steps were no faster"

@@ -197,6 +197,7 @@ def test_options_of_length_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -
 
 
 _WAY = ["structure_miss", "compiling", "hit", "tuning", "hit"]
+_LEFT = "not_worth_it"
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,10 @@ _WAY = ["structure_miss", "compiling", "hit", "tuning", "hit"]
         (_WAY, [4, 2, 1, 2, 0.5], _session(), "compiling took 41 s beside the training; paid back after step 4; "),
         (_WAY, [4, 2, 1, 2, 1], _session(), "not paid back, 0.0 s behind eager after 5 steps: some 1 more"),
         (_WAY, [4, 2, 3, 2, 3], _session(), "4.0 s behind eager after 5 steps: compiled steps were no faster; "),
-        ([*_WAY, "not_worth_it"], [4, 2, 3, 2, 3, 2], _session(), "the compiled backward was slower and was left"),
+        ([*_WAY, _LEFT], [4, 2, 3, 2, 3, 2], _session(), "left 1 of 6 steps to eager; 4.0 s were lost in the others;"),
+        ([*_WAY, _LEFT], [4, 2, 1, 2, 0.5, 2], _session(), "; paid back after step 4; "),
+        ([*_WAY, *3 * [_LEFT]], [4, 2, 3, 2, 3, 1, 1, 1], _session(), "left 3 of 8 steps to eager; 4.0 s were lost"),
+        (["structure_miss", "compiling", "hit"], [2, 1, 1], _session(), "; paid back after step 2; "),
         (["hit"] * 2, [1, 1], _session(0, 1), "the code was on disk, where an earlier run had left it; paid back"),
         (["structure_miss"], [9], _session(), "No step was left to be timed with compiled code; compiling took 41 s"),
         (["structure_miss", "compiling"], [9, 2], _session(0), "had not ended when the training did (2 steps, 11 s;"),

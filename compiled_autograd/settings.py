@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
-import torch
 
 from .backends.modes import DEFAULT, MODES, WITH_MODES, name_in
 from .backends.torch_versions import is_tested
@@ -75,6 +74,8 @@ class Settings:
     may_compile: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        import torch  # lazy: the command line `shadow-cache` checks variables without it
+
         backend = self.backend if self.mode == DEFAULT else name_in(self.mode)
         native, own_loop = self.former or _EXTENSION[self.extension]
         derived = {
@@ -136,16 +137,7 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
     for name in given:
         if name not in (*_NAMES, *FORMER):
             raise UnknownSettingError(name, _NAMES)
-    overridden = overridden_by(given)
-    values: dict[str, Any] = {}
-    for variable, text in environ.items():
-        if not variable.startswith(PREFIX):
-            continue
-        name = variable[len(PREFIX) :].lower()
-        if name not in (*FROM_ENVIRONMENT, *FORMER):
-            raise UnknownSettingError(variable, (PREFIX + known.upper() for known in FROM_ENVIRONMENT))
-        if name not in overridden and text:
-            values[name] = parse(name, text, variable)
+    values = of_environment(environ, overridden_by(given))
     for name, value in given.items():
         values[name] = _check(name, value, "enable()")
     if former := {name: values.pop(name) for name in FORMER if name in values}:
@@ -156,6 +148,24 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
         allowed = f"{DEFAULT!r} with backend={settings.backend!r}: {do}"
         raise InvalidSettingError("mode", settings.mode, allowed, "enable()" if "mode" in given else PREFIX + "MODE")
     return settings
+
+
+def of_environment(environ: Mapping[str, str], overridden: Collection[str] = ()) -> dict[str, Any]:
+    """Return the values of the settings in ``COMPILED_AUTOGRAD_<NAME>``, without those that are ``overridden``.
+
+    Raises:
+        UnknownSettingError, InvalidSettingError: as :func:`resolve`.
+    """
+    values: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX):
+            continue
+        name = variable[len(PREFIX) :].lower()
+        if name not in (*FROM_ENVIRONMENT, *FORMER):
+            raise UnknownSettingError(variable, (PREFIX + known.upper() for known in FROM_ENVIRONMENT))
+        if name not in overridden and text:
+            values[name] = parse(name, text, variable)
+    return values
 
 
 def overridden_by(names: Collection[str]) -> set[str]:

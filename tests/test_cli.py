@@ -22,6 +22,8 @@ from expecttest import assert_expected_inline
 
 import shadow_cache
 from backends import torch_versions
+from compiled_autograd.errors import CompiledAutogradError
+from compiled_autograd.settings import resolve
 from shadow_cache import miss_kinds
 from shadow_cache.cli import VERBS, main
 from shadow_cache.cli.difference import Difference
@@ -601,6 +603,24 @@ def test_env_says_whether_the_own_loop_is_on(
     (tmp_path / "native" / f"torch-{torch}-0.so").touch()
     found = msgspec.json.decode(run("--cache-dir", tmp_path, "env", "--format", "json").out, type=dict[str, str])
     assert found["own loop"] == said.format(torch=torch)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("EXTENSION", "yes"), ("EXTENSION", "OFF"), ("UNTESTED_TORCH", "TRY"), ("NATIVE", "no"), ("TUEN", "0")],
+)
+def test_env_has_the_error_of_a_wrong_variable(
+    run: Run, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    """That of sessions, and all the rest."""
+    variable = f"COMPILED_AUTOGRAD_{name}"
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(CompiledAutogradError) as raised:
+        resolve({}, {variable: value})
+    ran = run("env", "--format", "json")
+    found = msgspec.json.decode(ran.out, type=dict[str, str])
+    assert found["extension"] == found["own loop"] == str(raised.value) and found[variable] == value
+    assert ran.code == 1
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import rich_click as click
 from click.shell_completion import get_completion_class
@@ -46,18 +47,32 @@ def env(view: View) -> None:
     Prints the versions of Python, torch and this package, and whether this package was tested on this torch. Then
     prints the platform, the C++ compiler, and whether the C++ extension is built and runs eager backwards. Then prints
     the folder and size of the cache, the differences between torch releases that concern this package, and the settings
-    in environment variables.
+    in environment variables. The exit code is 1 if one of these variables is wrong.
 
     \b
     Examples:
       shadow-cache env
       shadow-cache env --format json
     """
-    found = dict(_environment(view))
+    settings, wrong = _settings()
+    found = dict(_environment(view, settings, wrong))
     view.out(found, (f"{name}={value}" for name, value in found.items()), lambda: render.pairs(found.items(), ""))
+    if wrong:
+        view.fail()
 
 
-def _environment(view: View) -> Iterator[tuple[str, str]]:
+def _settings() -> tuple[dict[str, Any], str]:
+    """Return the settings in environment variables, or the error for the first wrong one."""
+    from ...errors import CompiledAutogradError  # lazy, both: for this verb alone
+    from ...settings import of_environment
+
+    try:
+        return of_environment(os.environ), ""
+    except CompiledAutogradError as error:
+        return {}, str(error)
+
+
+def _environment(view: View, settings: dict[str, Any], wrong: str) -> Iterator[tuple[str, str]]:
     from importlib import metadata  # 12 ms, for this verb alone
 
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
@@ -70,10 +85,11 @@ def _environment(view: View) -> Iterator[tuple[str, str]]:
     yield "machine", f"{platform.machine()}, {os.cpu_count()} cores"
     yield "compiler", _compiler()
     version = metadata.version("torch")
-    yield "torch support", _support(version)
-    extension = _extension(view.path / "native", version)
+    may_compile = torch_versions.is_tested(version) or settings.get("untested_torch") == "try"
+    yield "torch support", _support(version, may_compile)
+    extension = wrong or (_extension(view.path / "native", version, settings) if may_compile else _NOT_TESTED)
     yield "extension", extension
-    yield "own loop", _own_loop(extension, version)
+    yield "own loop", extension if wrong or not may_compile else _own_loop(extension, version, settings)
     yield "cache", str(view.path)
     yield "cache size", render.size(view.store.stats().size) if view.is_store else "nothing is stored"
     yield from ((f"torch: {name}", text) for name, text in torch_versions.described(version))
@@ -84,12 +100,12 @@ def _environment(view: View) -> Iterator[tuple[str, str]]:
     )
 
 
-def _support(torch: str) -> str:
+def _support(torch: str, may_compile: bool) -> str:
     """Say in words whether this package compiles on the installed torch."""
     tested = f"tested on torch{torch_versions.TESTED_TORCH}"
     if torch_versions.is_tested(torch):
         return tested
-    if _may_compile(torch):
+    if may_compile:
         return f"{tested}, not on this one: backwards are compiled if python -m compiled_autograd selftest passes"
     return (
         f"{tested}, not on this one: every backward runs on eager (bypass untested_torch). Install a tested torch "
@@ -97,15 +113,9 @@ def _support(torch: str) -> str:
     )
 
 
-def _may_compile(torch: str) -> bool:
-    return torch_versions.is_tested(torch) or os.environ.get("COMPILED_AUTOGRAD_UNTESTED_TORCH") == "try"
-
-
-def _extension(folder: Path, torch: str) -> str:
+def _extension(folder: Path, torch: str, settings: dict[str, Any]) -> str:
     """Say in words whether the extension is built. Its file's name begins with the version of torch."""
-    if not _may_compile(torch):
-        return _NOT_TESTED
-    if os.environ.get("COMPILED_AUTOGRAD_EXTENSION", "").lower() == "off":
+    if settings.get("extension") == "off":
         return "off: COMPILED_AUTOGRAD_EXTENSION=off"
     if any(folder.glob(f"torch-{torch}-*.so")):
         return f"built for torch {torch}"
@@ -117,16 +127,13 @@ def _extension(folder: Path, torch: str) -> str:
     )
 
 
-def _own_loop(extension: str, torch: str) -> str:
+def _own_loop(extension: str, torch: str, settings: dict[str, Any]) -> str:
     """Say in words whether the extension runs eager backwards, without settings of a session."""
-    if extension == _NOT_TESTED:
-        return extension
-    names = ("EXTENSION", "OWN_LOOP", "NATIVE")  # the last two: former names, until 0.4
-    given = {name: os.environ.get(f"COMPILED_AUTOGRAD_{name}", "").lower() for name in names}
-    for name, value in given.items():
-        if value in ("hits", "off", "false", "0"):
-            return f"off: COMPILED_AUTOGRAD_{name}={value}"
-    is_asked_for = given["EXTENSION"] == "all" or given["OWN_LOOP"] in ("true", "1")
+    for name in ("extension", "own_loop", "native"):  # the last two: former names, until 0.4
+        if settings.get(name) in ("hits", "off", False):
+            variable = f"COMPILED_AUTOGRAD_{name.upper()}"
+            return f"off: {variable}={os.environ[variable]}"
+    is_asked_for = settings.get("extension") == "all" or settings.get("own_loop")
     if not is_asked_for and not torch_versions.runs_own_loop(torch):
         return f"off: it was not tested on torch {torch}"
     if extension.startswith(_NOT_BUILT):

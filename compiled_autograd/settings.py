@@ -125,9 +125,15 @@ FROM_ENVIRONMENT = tuple(name for name in _NAMES if name != "passes")
 """The settings that an environment variable can set."""
 
 
-def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:
+def resolve(
+    given: Mapping[str, Any], environ: Mapping[str, str] | None = None, options: Collection[str] = ()
+) -> Settings:
     """Return the settings: from keyword arguments, else from ``COMPILED_AUTOGRAD_<NAME>`` (if not empty), else the
     defaults.
+
+    Args:
+        options: names of the settings whose variables were given as options of the command line. Errors and warnings
+            name the options.
 
     Raises:
         UnknownSettingError: a keyword, or a variable with this prefix, names no setting.
@@ -141,13 +147,20 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
     for name, value in given.items():
         values[name] = _check(name, value, "enable()")
     if former := {name: values.pop(name) for name in FORMER if name in values}:
-        values.update(_of_former(former, "extension" in values, given))
+        sources = {name: _source(name, given, options) for name in former}
+        values.update(_of_former(former, "extension" in values, sources))
     settings = _the_one(Settings(**values, turned_off=switch(environ) is False))
     if settings.mode != DEFAULT and settings.backend != WITH_MODES:
         do = f"remove it, or set backend={WITH_MODES!r}, the only backend with modes"
         allowed = f"{DEFAULT!r} with backend={settings.backend!r}: {do}"
-        raise InvalidSettingError("mode", settings.mode, allowed, "enable()" if "mode" in given else PREFIX + "MODE")
+        raise InvalidSettingError("mode", settings.mode, allowed, _source("mode", given, options))
     return settings
+
+
+def _source(name: str, given: Mapping[str, Any], options: Collection[str]) -> str:
+    if name in given:
+        return "enable()"
+    return f"--{name.replace('_', '-')}" if name in options else PREFIX + name.upper()
 
 
 def of_environment(environ: Mapping[str, str], overridden: Collection[str] = ()) -> dict[str, Any]:
@@ -174,16 +187,16 @@ def overridden_by(names: Collection[str]) -> set[str]:
     return {*names, *former, *("extension" for each in FORMER if each in names)}
 
 
-def _of_former(former: Mapping[str, Any], is_given: bool, given: Mapping[str, Any]) -> dict[str, Any]:
+def _of_former(former: Mapping[str, Any], is_given: bool, sources: Mapping[str, str]) -> dict[str, Any]:
     """Return ``extension`` for settings given by their former names, and warn at the line that called ``enable``."""
-    sources = {name: "enable()" if name in given else PREFIX + name.upper() for name in former}
     if is_given:
         name = next(iter(former))
         allowed = "a former name of extension, and extension is set too: remove one of them"
         raise InvalidSettingError(name, former[name], allowed, sources[name])
     native, own_loop = pair = former.get("native"), former.get("own_loop")
     word = "off" if native is False else "hits" if own_loop is False else "all" if native or own_loop else "auto"
-    old = ", ".join(f"{name if name in given else sources[name]}={value}" for name, value in former.items())
+    shown = {name: name if where == "enable()" else where for name, where in sources.items()}
+    old = ", ".join(f"{shown[name]}={value}" for name, value in former.items())
     new = f"extension={word!r} (COMPILED_AUTOGRAD_EXTENSION={word}, --extension {word})"
     text = f"compiled_autograd: {old} is now {new}. The old name goes with the release after 0.3.0."
     warn_user(text, DeprecationWarning)

@@ -94,8 +94,8 @@ def _run(ctx: click.Context, args: tuple[str, ...]) -> None:
     if compare and os.environ.get("WORLD_SIZE", "1") != "1":
         ctx.parent.fail("--compare takes one process: ranks would not take their turns at the same steps.")
     texts = {name: asked[name] for name in (*FROM_ENVIRONMENT, *FORMER) if asked[name] is not None}
-    # Python's default shows such a warning only for a line of __main__.
-    warnings.filterwarnings("default", "compiled_autograd: ", DeprecationWarning)
+    if not sys.warnoptions:  # else they decide; Python's default shows such a warning only for a line of __main__
+        warnings.filterwarnings("default", "compiled_autograd: ", DeprecationWarning)
     if compare and "COMPILED_AUTOGRAD_ON_MISS" not in os.environ:
         texts.setdefault("on_miss", "background")
     report = str(Path(report).absolute()) if report else ""

@@ -64,7 +64,7 @@ def environment(texts: Mapping[str, str]) -> dict[str, str]:
     # An empty variable is as if not set.
     variables = {PREFIX + name.upper(): texts.get(name, "") for name in overridden_by(texts)}
     variables[SWITCH] = "0" if switch(os.environ) is False else "1"
-    resolve({}, {**os.environ, **variables}).require_backend()
+    resolve({}, {**os.environ, **variables}, texts).require_backend()
     return variables
 
 

@@ -185,12 +185,30 @@ def test_the_figures_of_rounds() -> None:
 def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Measured and written; then read again, as Markdown."""
     written = tmp_path / "results.json"
-    given = ["--models", "actor-critic", "--runners", "ours", "eager", "--tiny", "--steps", "2", "--seconds", "0"]
+    given = [
+        "--models",
+        "actor-critic",
+        "--runners",
+        "ours",
+        "eager",
+        "--tiny",
+        "--steps",
+        "2",
+        "--seconds",
+        "0",
+        "--starts",
+        "1",
+    ]
     monkeypatch.setattr(sys, "argv", ["ordinary", *given, "--json", str(written)])
     assert program.main() == 0
-    assert "hits 1, captures 1" in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "hits 1, captures 1" in printed
+    assert "one round: ratios are chance" in printed
+    assert "(actor-critic under eager, actor-critic under ours)" in printed
     eager, ours = json.loads(written.read_text())["results"]
     assert (eager["runner"], ours["runner"]) == ("eager", "ours")
+    eager["rounds"]["step"] *= 2
+    assert figures.has_one_round(ours) and not figures.has_one_round(eager)
     monkeypatch.setattr(sys, "argv", ["ordinary", "--read", str(written), "--markdown"])
     assert program.main() == 0
     helps, everything = capsys.readouterr().out.split("\n\n")

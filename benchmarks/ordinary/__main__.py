@@ -80,6 +80,9 @@ def main() -> int:
         print(figures.markdown(results, args.steps), end="")
     else:
         console.print(figures.table(results, args.steps))
+    if single := [f"{each['model']} under {each['runner']}" for each in results if figures.has_one_round(each)]:
+        what = "one round: ratios are chance without a second one, which --starts 2 or more --seconds give"
+        console.print(f"{what} ({', '.join(single)})", markup=False, highlight=False)
     failed = [each for each in results if "failed" in each]
     for each in failed:
         console.print(f"{each['model']} under {each['runner']}: {each['failed']}", markup=False, highlight=False)

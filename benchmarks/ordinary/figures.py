@@ -50,6 +50,11 @@ def cells(result: Result) -> list[str]:
     return [*found, "other draws" if result.get("other_draws") else same]
 
 
+def has_one_round(result: Result) -> bool:
+    """Whether the ratios are of a single pair of blocks."""
+    return len(result.get("rounds", {}).get("step", ())) == 1
+
+
 def notes(result: Result) -> str:
     """What the runner counted in the first steps, and what else while the others were measured."""
     if "failed" in result:

@@ -29,7 +29,7 @@ def main(**options: Any) -> None:
     """Run a program as python does, with every backward in a session.
 
     The program is SCRIPT.py ARGS, or -m MODULE ARGS. A name from the list of commands runs that command instead.
-    The options marked "Setting" are the settings of compiled_autograd.enable: its help says what they do.
+    The options from --backend on are the settings of compiled_autograd.enable: its help says more.
     """
 
 

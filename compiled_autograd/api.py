@@ -65,21 +65,22 @@ def enable(
     """Run every ``backward`` inside as a compiled graph.
 
     Args:
-        backend: ``"inductor"`` (default), ``"eager"``, a name that ``torch._dynamo.list_backends()`` knows, the name of
-            an entry point of the group ``compiled_autograd.backends``, or a function
-            ``(GraphModule, example_inputs) -> callable``.
-        mode: the mode of ``"inductor"``, as in ``torch.compile``: ``"default"``; ``"reduce-overhead"``, with CUDA
-            graphs; ``"max-autotune"``, which times several kernels per operator and uses the fastest, with CUDA graphs;
-            ``"max-autotune-no-cudagraphs"``. ``torch._inductor.list_mode_options(mode)`` lists the options of a mode.
-            Results of CUDA graphs are not copied: a graph does not run again while anything refers to its results.
+        backend: the compiler of backwards. ``"inductor"`` (default), ``"eager"``, a name that
+            ``torch._dynamo.list_backends()`` knows, the name of an entry point of the group
+            ``compiled_autograd.backends``, or a function ``(GraphModule, example_inputs) -> callable``.
+        mode: the mode of the backend ``"inductor"``, as in ``torch.compile``. ``"default"``; ``"reduce-overhead"``,
+            with CUDA graphs; ``"max-autotune"``, which times several kernels per operator and uses the fastest, with
+            CUDA graphs; ``"max-autotune-no-cudagraphs"``. ``torch._inductor.list_mode_options(mode)`` lists the options
+            of a mode. Results of CUDA graphs are not copied: a graph does not run again while anything refers to its
+            results.
         dynamic: which sizes are symbols. None: dimensions that have changed, or that ``torch._dynamo.mark_dynamic``
             marked. True: all dimensions of saved tensors except parameters, from the start (a size that no saved tensor
             has is a number until it changes). False: none.
-        on_miss: ``"compile"`` compiles at once. ``"background"`` compiles in the background, and runs backwards on
-            eager until the code is ready (:meth:`Session.wait` waits for it). ``"eager"`` compiles nothing, and runs
-            backwards that are not in the cache on eager. ``"raise"`` raises :class:`CacheMissError` for these.
-        on_unsupported: for backwards that cannot be captured. ``"eager"`` runs them on the eager engine, ``"raise"``
-            raises :class:`UnsupportedBackwardError`.
+        on_miss: the treatment of backwards that are not in the cache. ``"compile"`` compiles at once. ``"background"``
+            compiles in the background, and runs backwards on eager until the code is ready (:meth:`Session.wait` waits
+            for it). ``"eager"`` compiles nothing, and runs them on eager. ``"raise"`` raises :class:`CacheMissError`.
+        on_unsupported: the treatment of backwards that cannot be captured. ``"eager"`` runs them on the eager engine,
+            ``"raise"`` raises :class:`UnsupportedBackwardError`.
         check: when to compare compiled code with the real calls, run one by one on the same values. ``"new"``: in the
             first two runs of each compiled form. A difference gives a warning and the right gradients, and the form is
             dropped. True: additionally compares every backward with the eager engine's; a number N: every Nth backward
@@ -103,9 +104,9 @@ def enable(
         progress: whether a line shows what is being compiled, once a backward has waited for 2 seconds. None: on a
             terminal and in a notebook, on the first rank. True: also as lines in pipes and files. False: never.
         summary: whether to print :meth:`Session.summary` to stderr when the process ends, if a backward ran.
-        untested_torch: for a PyTorch on which this version was not tested; else without effect. ``"eager"`` runs every
-            backward on the eager engine (the bypass ``untested_torch``). ``"try"`` compiles if the selftest passes; the
-            selftest runs once per process.
+        untested_torch: the treatment of backwards on a PyTorch on which this version was not tested. ``"eager"`` runs
+            them on the eager engine (the bypass ``untested_torch``). ``"try"`` compiles them if the selftest passes;
+            the selftest runs once per process.
         passes: functions over the ATen graph of each region, in order. Each returns a ``GraphModule``, or None if it
             changed its argument in place.
 

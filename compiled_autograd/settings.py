@@ -308,7 +308,7 @@ _ALLOWED = {
     "progress": _BOOL_OR_NONE,
     **dict.fromkeys(FORMER, _BOOL_OR_NONE),
     "untested_torch": "'eager' or 'try'",
-    "compile_budget": "None or a number of seconds, 0 or more, float('inf') for no limit",
+    "compile_budget": "None or a number of seconds, 0 or more; inf is no limit",
     "summary": _BOOL,
 }
 """The valid values of each setting, in words."""

@@ -4,8 +4,10 @@ compiled.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,9 +18,10 @@ import pytest
 import rich_click as click
 from click.testing import CliRunner
 
+from compiled_autograd import enable
 from compiled_autograd.__main__ import main
 from compiled_autograd.errors import InvalidSettingError
-from compiled_autograd.settings import FROM_ENVIRONMENT, resolve
+from compiled_autograd.settings import FROM_ENVIRONMENT, allowed, resolve
 
 from .helpers import ROOT
 
@@ -196,6 +199,19 @@ def test_every_setting_that_text_can_name_is_an_option() -> None:
     options = {option for each in main.params for option in each.opts}
     assert {f"--{name.replace('_', '-')}" for name in FROM_ENVIRONMENT} < options
     assert isinstance(main, click.Group) and "selftest" in main.commands
+
+
+def test_each_option_has_help() -> None:
+    """A setting's is that of ``enable``, which begins with a whole sentence without a colon or markup."""
+    documented = " ".join((enable.__doc__ or "").split())
+    for option in main.params:
+        assert isinstance(option, click.Option) and (option.hidden or re.match(r"[A-Z].*\.$", option.help or ""))
+        if option.name not in FROM_ENVIRONMENT:
+            continue
+        found = re.fullmatch(r"([^:`]+\.) Takes (.+); default (.+)\.", option.help or "")
+        assert found is not None and found[2] == allowed(option.name), option.help
+        assert f" {option.name}: {found[1][:1].lower()}" in documented
+        assert found[3] == repr(inspect.signature(enable).parameters[option.name].default)
 
 
 def test_sessions_of_the_programs_own_win(tmp_path: Path, launched: Callable[..., Launched]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import rich_click as click
 
+from ..api import enable
 from ..backends import UnknownBackendError
 from ..errors import CompiledAutogradError, nearest
 from ..settings import FORMER, FROM_ENVIRONMENT, allowed, switch
@@ -70,13 +72,21 @@ def with_settings(group: click.RichGroup) -> click.RichGroup:
         click.option("--report", metavar="FILE", help="At the end, write a report to FILE instead of a summary line."),
     ]
     options += [
-        click.option(f"--{name.replace('_', '-')}", name, metavar="VALUE", help=f"Setting: {allowed(name)}.")
+        click.option(f"--{name.replace('_', '-')}", name, metavar="VALUE", help=_help(name))
         for name in FROM_ENVIRONMENT
     ]
     options += [click.option(f"--{name.replace('_', '-')}", name, hidden=True) for name in FORMER]
     for option in options:  # of a command that is there already, which has its options in this order
         group = option(group)
     return group
+
+
+def _help(name: str) -> str:
+    """The first sentence about a setting in the help of ``enable``, its valid values, and its default."""
+    found = re.search(rf"^    {name}: (.+?\.)\s", inspect.getdoc(enable) or "", re.MULTILINE | re.DOTALL)
+    text = re.sub(r":\w+:|`", "", " ".join(found[1].split())) if found else ""  # without docstrings under python -OO
+    takes = f"Takes {allowed(name)}; default {inspect.signature(enable).parameters[name].default!r}."
+    return f"{text[:1].upper()}{text[1:]} {takes}".lstrip()
 
 
 def _given(ctx: click.Context) -> list[str]:

@@ -378,6 +378,15 @@ def test_to_networkx_has_the_tapes_nodes_and_edges() -> None:
     assert {(read.nodes[a]["name"], read.nodes[b]["name"]) for a, b in read.edges} <= edges
 
 
+@pytest.mark.parametrize("ways", [8, 12])
+def test_to_networkx_has_the_edges_of_a_sum(ways: int) -> None:
+    x = torch.randn(3, requires_grad=True) * 1
+    loss = sum((x * number).cos().sum() for number in range(ways))
+    assert isinstance(loss, torch.Tensor)
+    read = {(a + 1, b + 1) for a, b in ca.inspect(loss).to_networkx().edges}
+    assert set(_captured(loss).to_networkx().edges) == read | {(0, 1)}
+
+
 def test_parameters_and_sequence_numbers_are_known() -> None:
     model = mlp()
     graph = _captured(model(torch.randn(2, 8)).sum())

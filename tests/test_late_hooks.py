@@ -182,6 +182,30 @@ def test_hooks_of_what_is_asked_for() -> None:
     _compare(backward, late=3)
 
 
+@pytest.mark.parametrize("repeats", [1, 1200])
+def test_a_hook_of_what_is_asked_for_sees_the_whole_gradient(repeats: int) -> None:
+    """The tensors of checkpointed calls are unpacked together, before the nodes that bring the last terms."""
+    leaf, weight = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
+
+    def twice(value: torch.Tensor) -> torch.Tensor:
+        return (value.sin() * weight).tanh() * weight
+
+    def backward(around: Any) -> tuple[Grads, list[Any]]:
+        seen: list[Any] = []
+        handles = []
+        outer = checkpoint(twice, leaf, use_reentrant=False)
+        for _ in range(repeats):
+            outer = (outer * weight).tanh()
+        outer.register_hook(lambda _: handles.append(weight.register_hook(lambda grad: seen.append(grad.tolist()))))
+        with around:
+            grads = torch.autograd.grad(outer.sum(), [leaf, weight])
+        for handle in handles:
+            handle.remove()
+        return list(grads), seen
+
+    _compare(backward, late=3)
+
+
 def test_a_dict_that_is_being_read_is_called_as_it_was() -> None:
     """``_call_hooks`` (``python_hook.cpp``, 2.13) takes its values first."""
     leaf = torch.randn(4, requires_grad=True)

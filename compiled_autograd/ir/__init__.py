@@ -40,4 +40,4 @@ from .structure_keys import (
     decode_keys,
     encode_keys,
 )
-from .tape_graph import Named, TapeCall, TapeGraph, target_name
+from .tape_graph import PART_OF_SUM, Named, TapeCall, TapeGraph, target_name, terms

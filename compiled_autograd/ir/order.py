@@ -16,9 +16,7 @@ from torch import fx
 from .. import ir
 
 MAX_TERMS = 8
-"""Maximum number of gradients that one call adds. In longer sums each gradient is added as soon as it is computed."""
-_FIRST_TERMS = "first_terms"
-"""Marks, in ``meta``, a partial sum of a long sum."""
+"""The largest number of gradients that are added when all are there. In longer sums each is added as it comes."""
 
 
 class ReadyQueue:
@@ -141,31 +139,30 @@ def in_engine_order(tape: ir.TapeGraph) -> ir.TapeGraph:
 
 def _made_at_once(graph: fx.Graph) -> None:
     """Join the sums that :func:`_made_as_they_come` has split."""
-    for node in graph.find_nodes(op="call_function", target=ir.sum_gradients):
-        if _FIRST_TERMS in node.meta:
-            continue  # the sum that it is a part of is still to come
-        terms, parts = node.args, []
-        while terms and isinstance(terms[0], fx.Node) and _FIRST_TERMS in terms[0].meta:
-            parts.append(terms[0])
-            terms = (*terms[0].args, *terms[1:])
-        node.args = terms
-        for part in parts:
-            graph.erase_node(part)
+    sums = graph.find_nodes(op="call_function", target=ir.sum_gradients)
+    for node in sums:
+        if isinstance(node.args[0], fx.Node) and ir.PART_OF_SUM in node.args[0].meta:
+            node.args = tuple(ir.terms(node))
+    for node in reversed(sums):
+        if ir.PART_OF_SUM in node.meta:
+            graph.erase_node(node)
 
 
 def _made_as_they_come(graph: fx.Graph) -> None:
     """Split long sums into sums of two, each placed where its second term is computed. The rounding stays the same."""
     sums = graph.find_nodes(op="call_function", target=ir.sum_gradients)
-    sums = [node for node in sums if len(node.args) > MAX_TERMS and len({*node.args}) == len(node.all_input_nodes)]
-    place = {node: number for number, node in enumerate(graph.nodes)} if sums else {}
+    sums = [node for node in sums if len(node.args) > MAX_TERMS and len(node.args) == len(node.all_input_nodes)]
+    if not sums:
+        return
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    before = graph.find_nodes(op="placeholder")[-1]
     for node in sums:
-        before = graph.find_nodes(op="placeholder")[-1]
         first, *terms = node.all_input_nodes
         for term in terms[:-1]:
             last = max(before, first, term, key=place.__getitem__)
             with graph.inserting_after(last):
                 made = graph.call_function(ir.sum_gradients, (first, term))
-            made.meta |= {"call": last.meta.get("call", 0), _FIRST_TERMS: True}
+            made.meta |= {"call": last.meta.get("call", 0), ir.PART_OF_SUM: True}
             place[made] = place[last]
             first = made
         node.args = (first, terms[-1])
@@ -182,7 +179,7 @@ def order_shows(tape: ir.TapeGraph, bitwise: bool) -> bool:
     return tape.runs_users_code or (
         bitwise
         and any(
-            node.target is ir.sum_gradients and (len(node.args) > 2 or _FIRST_TERMS in node.meta)
+            node.target is ir.sum_gradients and (len(node.args) > 2 or ir.PART_OF_SUM in node.meta)
             for node in tape.graph.nodes
         )
     )

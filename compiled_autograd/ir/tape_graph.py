@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import networkx as nx
 from torch import fx
 
-from .operations import USERS_CODE, OpaqueOp, accumulate_grad
+from .operations import USERS_CODE, OpaqueOp, accumulate_grad, sum_gradients
 from .structure_keys import (
     Accumulates,
     Argument,
@@ -38,6 +38,8 @@ class Named(NamedTuple):
 
 
 _NO_PARAMETER = Named()
+PART_OF_SUM = "part_of_sum"
+"""Key in the ``meta`` of a sum that is a part of a longer sum, and its first argument."""
 
 
 @dataclass(slots=True)
@@ -248,9 +250,25 @@ class TapeGraph:
                 call.index, name=call.name, sequence=call.sequence, parameter=call.parameter, source=call.source
             )
         for after, nodes in self.by_call().items():
-            sources = {source.meta.get("call") for node in nodes for source in node.all_input_nodes}
+            sources = {
+                source.meta.get("call")
+                for node in nodes
+                if PART_OF_SUM not in node.meta
+                for source in (terms(node) if node.target is sum_gradients else node.all_input_nodes)
+            }
             result.add_edges_from((before, after) for before in sources - {None, after})
         return result
+
+
+def terms(total: fx.Node) -> list[fx.Node]:
+    """Return the gradients that a sum adds up, those of its parts included."""
+    found: list[fx.Node] = []
+    while True:
+        first, *others = total.all_input_nodes
+        found += reversed(others)
+        if PART_OF_SUM not in first.meta:
+            return [first, *reversed(found)]
+        total = first
 
 
 def target_name(node: fx.Node) -> str:

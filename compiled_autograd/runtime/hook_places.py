@@ -35,9 +35,8 @@ class HookPlaces:
     def __init__(self, tape: ir.TapeGraph) -> None:
         self.accumulates = tape.accumulates
         self.given: Sequence[Any] = tape.graph.output_node().args[0]  # type: ignore[assignment]
-        self._turn = {call: turn for turn, call in enumerate(tape.order)}
-        self._made_by = [max((self._turn[call] for call in _calls_of(value)), default=-1) for value in self.given]
         self.place = {node: place for place, node in enumerate(tape.graph.nodes)}
+        self._made_at = [max((self.place[part] for part in _parts_of(value)), default=-1) for value in self.given]
         self.calls = {
             call: [node for node in group if node.target not in _BETWEEN] for call, group in tape.by_call().items()
         }
@@ -62,8 +61,9 @@ class HookPlaces:
         return found
 
     def is_made(self, output: int, before: fx.Node) -> bool:
-        """Return whether all nodes of the tape that contribute to a requested gradient ran before that of a call."""
-        return self._made_by[output] < self._turn[before.meta["call"]]
+        """Return whether all nodes of the tape that contribute to a requested gradient ran before a call. The call may
+        unpack a checkpointed tensor for a node that runs later."""
+        return self._made_at[output] < self.place[before]
 
     def is_given(self, output: int, before: fx.Node) -> bool:
         """Return whether a requested gradient is made, and the hooks that see it were called."""
@@ -87,13 +87,13 @@ class HookPlaces:
         return call, kind, 0  # an output that was asked for, of a node that does not run
 
 
-def _calls_of(value: Any) -> set[int]:
-    """The nodes of the tape that give a value, or add to it."""
+def _parts_of(value: Any) -> list[fx.Node]:
+    """The gradients that a value is the sum of."""
     for hook in chain(value):
         value = hook.args[1]
-    if isinstance(value, fx.Node) and value.target is ir.sum_gradients:
-        return set().union(*map(_calls_of, value.args))
-    return {value.meta["call"]} if isinstance(value, fx.Node) and "call" in value.meta else set()
+    if not isinstance(value, fx.Node):
+        return []
+    return ir.terms(value) if value.target is ir.sum_gradients else [value]
 
 
 def chain(value: Any) -> Iterator[fx.Node]:

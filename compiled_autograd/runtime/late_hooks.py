@@ -306,8 +306,8 @@ class LateHooks:
     def _value(self, value: Any) -> Any:
         """Return a requested gradient. It may still have to be taken from a call's result, or summed."""
         found = self.value_of(value) if isinstance(value, fx.Node) else value
-        if found is not None or not isinstance(value, fx.Node):
-            return found
+        if found is not None or not isinstance(value, fx.Node) or ir.PART_OF_SUM in value.meta:
+            return found  # a part of a sum is made before a hook sees the sum; it may be undefined
         if value.target is operator.getitem:
             whole = self._value(value.args[0])
             return None if whole is None else whole[value.args[1]]

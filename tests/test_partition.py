@@ -150,6 +150,22 @@ def test_the_regions_of_a_loop_are_compiled_once_by_default() -> None:
     assert session.stats().compiles <= 5 and session.stats().failures == 0
 
 
+@pytest.mark.parametrize("repeated", [5, 20])
+def test_long_repetitions_share_code_too(monkeypatch: pytest.MonkeyPatch, repeated: int) -> None:
+    """A repetition of more calls than a repeated region may have, as a large layer in a deep model."""
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        x = torch.randn(2, 3) * model.weight.sum()
+        for _ in range(20):
+            x = x.sin().exp().tanh().cos().sin().tanh().exp().cos()
+        return x.sum()
+
+    monkeypatch.setattr(partition, "MAX_CALLS_OF_SLOW_REGION", 70)
+    monkeypatch.setattr(partition, "MAX_CALLS_OF_REPEATED_REGION", repeated)
+    session, lengths = _compiled(lambda: nn.Linear(3, 3), loss)
+    assert len(set(lengths[1:-1])) == 1 and session.stats().compiles <= 3 < len(lengths)
+
+
 def test_a_short_loop_is_one_region() -> None:
     _, lengths = _compiled(_Recurrent, lambda model: model(torch.randn(100, 2, 3)))
     assert len(lengths) == 1

@@ -150,6 +150,8 @@ def _stretch(nodes: Sequence[fx.Node], max_calls: int) -> int:
     """Return the length of a region: whole repetitions if the middle of the tape repeats, else ``max_calls``."""
     repeated = min(max_calls, MAX_CALLS_OF_REPEATED_REGION)
     if len(nodes) < 8 * repeated:
+        repeated = max_calls
+    if len(nodes) <= repeated:
         return max_calls
     quarter = len(nodes) // 4
     middle = [node.target for node in nodes[quarter : len(nodes) - quarter]]
@@ -161,7 +163,8 @@ def _stretch(nodes: Sequence[fx.Node], max_calls: int) -> int:
         length += middle[position] == middle[length]
         border[position] = length
     period = len(middle) - border[-1]
-    return repeated // period * period if period <= repeated else max_calls
+    largest = repeated if period <= repeated else max_calls
+    return largest // period * period or max_calls
 
 
 def _region(nodes: list[fx.Node]) -> Region:

@@ -15,9 +15,6 @@ from torch import fx
 
 from .. import ir
 
-MAX_TERMS = 8
-"""The largest number of gradients that are added when all are there. In longer sums each is added as it comes."""
-
 
 class ReadyQueue:
     """A binary heap in which equal elements come out as they do from ``std::priority_queue`` of libstdc++.
@@ -98,8 +95,8 @@ def engine_order(calls: Sequence[ir.TapeCall]) -> list[int]:
 def in_engine_order(tape: ir.TapeGraph) -> ir.TapeGraph:
     """Move the calls of a tape graph, and the terms of its sums, into the engine's order, and return the graph.
 
-    Long sums are then added as the engine adds them, term by term: the weights of a loop get a gradient in each step,
-    and the gradients of all steps may need a thousand times the memory of their sum.
+    Sums are then added as the engine adds them, term by term: the weights of a loop get a gradient in each step, and
+    the gradients of all steps may need a thousand times the memory of their sum.
     """
     order = engine_order(tape.calls)
     _made_at_once(tape.graph)
@@ -149,9 +146,9 @@ def _made_at_once(graph: fx.Graph) -> None:
 
 
 def _made_as_they_come(graph: fx.Graph) -> None:
-    """Split long sums into sums of two, each placed where its second term is computed. The rounding stays the same."""
+    """Split sums into sums of two, each placed where its second term is computed. The rounding stays the same."""
     sums = graph.find_nodes(op="call_function", target=ir.sum_gradients)
-    sums = [node for node in sums if len(node.args) > MAX_TERMS and len(node.args) == len(node.all_input_nodes)]
+    sums = [node for node in sums if len(node.args) > 2 and len(node.args) == len(node.all_input_nodes)]
     if not sums:
         return
     place = {node: number for number, node in enumerate(graph.nodes)}

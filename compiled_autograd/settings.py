@@ -295,7 +295,7 @@ _KINDS: dict[str, Any] = {
 """Stricter checks than the type hint, by setting: a type, or a function that raises ``TypeError`` for wrong values."""
 _BOOL, _BOOL_OR_NONE = "True or False", "None, True or False"
 _ALLOWED = {
-    "backend": "a name or a function (GraphModule, example_inputs)",
+    "backend": "a name, or in Python a function (GraphModule, example_inputs)",
     "dynamic": _BOOL_OR_NONE,
     "on_miss": "one of 'compile', 'background', 'eager', 'raise'",
     "on_unsupported": "'eager' or 'raise'",

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from compiled_autograd import enable
 from compiled_autograd.__main__ import main
 from compiled_autograd.errors import InvalidSettingError
+from compiled_autograd.runner.launch import RUN, asked_of_this_process
 from compiled_autograd.settings import FROM_ENVIRONMENT, allowed, resolve
 
 from .helpers import ROOT
@@ -188,11 +189,35 @@ def test_modules_settings_and_flags_of_python(launched: Callable[..., Launched])
         (["slftest"], "is neither a file nor a command. Did you mean 'selftest'?"),
         (["--backend", "eager", "selftest"], "--backend is an option for programs"),
         (["--seconds", "3", "s.py"], "options of --compare"),
+        (["--compare", "--seconds", "nan", "s.py"], "--seconds nan is not possible"),
+        (["--compare", "--seconds", "0", "s.py"], "--seconds 0 is not possible"),
+        (["--report", "nofolder/page.html", "s.py"], "--report nofolder/page.html is not possible"),
+        (["--report", ".", "s.py"], "--report . is not possible"),
+        (["--compare"], "name a program"),
+        (["-m"], "name a program"),
     ],
 )
 def test_a_wrong_option_says_so(arguments: list[str], words: str, launched: Callable[..., Launched]) -> None:
     result = CliRunner().invoke(main, arguments, env={"TERMINAL_WIDTH": "400", "COLUMNS": "400"})
     assert result.exit_code == 2 and words in " ".join(result.output.replace("│", "").split())
+
+
+def test_nothing_is_compared_where_sessions_are_off(launched: Callable[..., Launched]) -> None:
+    result = CliRunner().invoke(main, ["--compare", "s.py"], env={"COMPILED_AUTOGRAD": "0", "COLUMNS": "400"})
+    assert result.exit_code == 2 and "COMPILED_AUTOGRAD=0" in result.output
+
+
+def test_a_comparison_may_have_no_limit_and_an_empty_variable(
+    launched: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fork", lambda: 0)
+    monkeypatch.setenv("COMPILED_AUTOGRAD_ON_MISS", "")
+    _, environ = launched("--compare", "--seconds", "inf", "--backend", "eager", "s.py")
+    monkeypatch.setenv(RUN, environ[RUN])
+    run = asked_of_this_process()
+    assert run is not None and run.seconds > 1e300
+    assert environ["COMPILED_AUTOGRAD_ON_MISS"] == "background"
+    Path(run.answer).unlink()
 
 
 def test_every_setting_that_text_can_name_is_an_option() -> None:

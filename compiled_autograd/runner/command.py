@@ -20,6 +20,9 @@ from .launch import Run, environment, launch
 
 _SECONDS = 240.0
 """The default limit of a comparison, in seconds from the first step."""
+_COMPARE = (
+    "Run some steps on eager, and say whether compiling saves time. The default of --on-miss is then 'background'."
+)
 _PROGRAM = "program"
 _USAGE = 2
 """The exit status of a wrong option, as click and Python have it."""
@@ -36,7 +39,11 @@ class Programs(click.RichGroup):
             at += 1 + (args[at] in values)
         if at < len(args) and (module := args[at].removeprefix("-m")) and module != args[at]:
             args[at : at + 1] = ["-m", module]
-        return super().parse_args(ctx, args)
+        lacks_program = bool(args) and args[at:] in ([], ["-m"])
+        rest = super().parse_args(ctx, args)
+        if lacks_program:
+            ctx.fail("Please name a program: SCRIPT.py, or -m MODULE.")
+        return rest
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -64,10 +71,8 @@ def with_settings(group: click.RichGroup) -> click.RichGroup:
     """Add the options of the runner, one for each setting among them."""
     options = [
         click.option("-m", "module", is_flag=True, help="Run a module, like python: -m MODULE ARGS."),
-        click.option("--compare", is_flag=True, help="Run some steps on eager, and say whether compiling saves time."),
-        click.option(
-            "--seconds", type=click.FloatRange(min=0), help=f"Time limit of --compare (default {_SECONDS:.0f})."
-        ),
+        click.option("--compare", is_flag=True, help=_COMPARE),
+        click.option("--seconds", type=float, help=f"Time limit of --compare (default {_SECONDS:.0f})."),
         click.option("--go-on", is_flag=True, help="With --compare, run the program to its end."),
         click.option("--report", metavar="FILE", help="At the end, write a report to FILE instead of a summary line."),
     ]
@@ -101,17 +106,23 @@ def _run(ctx: click.Context, args: tuple[str, ...]) -> None:
     compare, seconds, report = asked["compare"], asked["seconds"], asked["report"]
     if not compare and (seconds is not None or asked["go_on"]):
         ctx.parent.fail("--seconds and --go-on are options of --compare.")
+    if seconds is not None and not seconds > 0:
+        ctx.parent.fail(f"--seconds {seconds:g} is not possible: it is the time limit, a number above 0.")
+    if report and (os.path.isdir(report) or not os.path.isdir(Path(report).parent)):  # noqa: PTH112  is_dir may raise
+        ctx.parent.fail(f"--report {report} is not possible: it is a file in a folder that exists, such as page.html.")
     if compare and os.environ.get("WORLD_SIZE", "1") != "1":
         ctx.parent.fail("--compare takes one process: ranks would not take their turns at the same steps.")
     texts = {name: asked[name] for name in (*FROM_ENVIRONMENT, *FORMER) if asked[name] is not None}
     if not sys.warnoptions:  # else they decide; Python's default shows such a warning only for a line of __main__
         warnings.filterwarnings("default", "compiled_autograd: ", DeprecationWarning)
-    if compare and "COMPILED_AUTOGRAD_ON_MISS" not in os.environ:
+    if compare and not os.environ.get("COMPILED_AUTOGRAD_ON_MISS"):  # empty: as if not set
         texts.setdefault("on_miss", "background")
     report = str(Path(report).absolute()) if report else ""
-    run = Run(report, compare, _SECONDS if seconds is None else seconds, asked["go_on"])
+    run = Run(report, compare, min(seconds or _SECONDS, sys.float_info.max), asked["go_on"])  # JSON has no infinity
     try:
         if switch(os.environ) is False:
+            if compare:
+                ctx.parent.fail("COMPILED_AUTOGRAD=0 is set, and --compare would have nothing to compare.")
             off = "COMPILED_AUTOGRAD=0 is set: all backwards run on PyTorch's own engine"
             click.echo(f"compiled_autograd: {off}", err=True)
         launch((["-m"] if asked["module"] else []) + list(args), environment(texts), run)

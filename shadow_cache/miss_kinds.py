@@ -92,7 +92,7 @@ MISMATCH = "mismatch"
 """The kind of a wrong result of compiled code."""
 NOT_WORTH_IT = Kind(
     "The eager engine was faster when both were timed: it runs such backwards, which count as bypasses.",
-    "Nothing: both are timed again from time to time, and in each process; `tune=False` always runs compiled code.",
+    "Nothing: eager and compiled code are timed again from time to time, and in each process. `tune=False` ends it.",
 )
 """Explanation of an entry that is slower than eager."""
 OVER_BUDGET = Kind(

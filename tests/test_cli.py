@@ -261,7 +261,7 @@ def test_what_is_left_to_eager(run: Run, cache: Path) -> None:
   kind   not_worth_it
   means  The eager engine was faster when both were timed: it runs such backwards, which count as bypasses.
   timed  1 month ago: eager takes 0.18 ms, the compiled graph 0.31 ms (medians of 7 each); eager is used
-  do     Nothing: both are timed again from time to time, and in each process; `tune=False` always runs compiled code.""",
+  do     Nothing: eager and compiled code are timed again from time to time, and in each process. `tune=False` ends it.""",
     )
     with shadow_cache.open(cache) as store:
         store.timed("3fb07e", Timing(0.5, 0.625, 7, stored.NOW, "eager"))

@@ -285,7 +285,7 @@ def test_steps_end_where_the_same_optimizer_steps_again(program: Begin) -> None:
 
 @pytest.mark.parametrize(
     ("steps", "reason"),
-    [(0, "no backward ran"), (3, "after 2 steps there was still something new to compile")],
+    [(0, "no backward ran in this process"), (3, "after 2 steps there was still something new to compile")],
 )
 def test_a_program_that_ends_first_has_no_answer(steps: int, reason: str, program: Begin) -> None:
     comparison, said = program()
@@ -293,14 +293,15 @@ def test_a_program_that_ends_first_has_no_answer(steps: int, reason: str, progra
     for _ in range(steps):
         training.step()
     comparison.conclude()
-    assert said == [f"worth it: no: {reason}."]
+    assert said == [f"worth it: no answer: {reason}."]
 
 
 def test_a_program_without_an_optimizer_says_so(program: Begin) -> None:
     comparison, said = program()
     mlp()(torch.randn(4, 8)).sum().backward()
     comparison.conclude()
-    assert said == ["worth it: no: 1 backward ran, but the steps were not found: no optimizer of torch.optim stepped."]
+    why = "1 backward ran, but the steps were not found: no optimizer of torch.optim stepped"
+    assert said == [f"worth it: no answer: {why}."]
 
 
 def test_hints_are_measured_on_copies(program: Begin) -> None:
@@ -369,8 +370,8 @@ if sys.argv[2] != "0":
     ("arguments", "status", "out", "words"),
     [
         (["100000", "0"], 0, "atexit\n", "worth it: yes. Steps"),
-        pytest.param(["3", "0"], 1, "end\natexit\n", "worth it: no: after 2 steps", marks=pytest.mark.slow),
-        pytest.param(["3", "5"], 5, "end\natexit\n", "worth it: no: after 2 steps", marks=pytest.mark.slow),
+        pytest.param(["3", "0"], 1, "end\natexit\n", "worth it: no answer: after 2 steps", marks=pytest.mark.slow),
+        pytest.param(["3", "5"], 5, "end\natexit\n", "worth it: no answer: after 2 steps", marks=pytest.mark.slow),
     ],
 )
 def test_the_exit_status_is_the_answer(arguments: list[str], status: int, out: str, words: str, tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_what_is_compiled_beside_the_steps_is_not_waited_for() -> None:
 
 
 def test_variants_that_another_session_left_to_eager_were_timed() -> None:
-    assert Worth(0.0, 0.0, 2, 2, 2).text(Settings()) == "eager is faster here, and goes on"
+    assert Worth(0.0, 0.0, 2, 2, 2).text(Settings()) == "eager is faster, and is used from now on"
     assert Worth(0.0, 0.0, 0, 0, 0).text(Settings()).startswith("eager's time is not known")
 
 
@@ -179,6 +179,9 @@ def test_each_next_step_has_its_cause() -> None:
         events = StepLog()
         events.add(10, "shape_miss", None, reasons, {}, 0, 0)
         assert text in what_next(stats, worth, 2.0, events.events(), Settings()), text
+    for backend, is_advised in (("eager", True), ("inductor", False)):
+        advice = what_next(ca.Stats(10, hits=10), lost, 2.0, (), Settings(backend=backend))
+        assert ("backend='inductor'" in advice) is is_advised
 
 
 # ---- at a prompt and in a notebook -----------------------------------------------------------------------------------

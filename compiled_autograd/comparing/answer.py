@@ -85,7 +85,7 @@ def answer(
 
 def _unmeasured(turns: Turns, times: BackwardTimes) -> str:
     if not times.count:
-        return "no backward ran"
+        return "no backward ran in this process"
     if not turns.count:
         return (
             f"{plural(times.count, 'backward')} ran, but the steps were not found: no optimizer of torch.optim stepped"

@@ -41,7 +41,7 @@ class Comparison:
 
     def __str__(self) -> str:
         if self.step_ratio is None or self.step_interval is None:
-            return f"worth it: no: {self.reason}."
+            return f"worth it: no answer: {self.reason}."
         low, high = self.step_interval
         end = "just below 1" if self.worth_it and f"{high:.2f}" == "1.00" else f"{high:.2f}"
         sure = f"{low:.2f} to {end}" if high < math.inf else "too few steps for an interval"

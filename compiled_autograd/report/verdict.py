@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..backends.modes import WITH_MODES
 from ..cache.variants import Variant
 from ..outcomes import BYPASS, TUNING, Stats
 from ..settings import Settings
@@ -45,7 +46,7 @@ class Worth(NamedTuple):
         """Say it, as a part of a sentence."""
         ratio = ""
         if self.variants and self.timed == self.slower == self.variants:
-            ratio = "eager is faster here, and goes on"
+            ratio = "eager is faster, and is used from now on"
         if self.saved is None or not self.eager:
             why = "not timed yet" if settings.tune else "tune=False does not time it"
             return ratio or f"eager's time is not known ({why})"
@@ -112,7 +113,8 @@ def what_next(stats: Stats, worth: Worth, spent: float, events: Sequence[StepEve
     if worth.saved is None:
         return "run on: hits are timed against eager" if settings.tune else "set tune=True to have hits timed"
     if worth.saved < 0:
-        return "leave this model to eager, or try backend='inductor'; session.report(path) shows where the time goes"
+        other = "" if settings.backend == WITH_MODES else f", or try backend={WITH_MODES!r}"
+        return f"leave this model to eager{other}; session.report(path) shows where the time goes"
     if worth.saved < spent and settings.cache_dir is not False:
         return "run on, or again: what was compiled is on disk, and a second run starts with it"
     return "nothing"

@@ -208,6 +208,8 @@ def test_why_not(step: Callable[[], None], reason: str) -> None:
 
 
 def test_a_yes_has_no_interval_up_to_eager() -> None:
+    found = Comparison(True, 0.9, (0.88, 0.92), compile_seconds=20.0, paid_back_after=4000)
+    assert "20 s of compiling on another core, paid back after 4,000 steps or 3 min 0 s of training" in str(found)
     found = Comparison(True, step_ratio=0.95, step_interval=(0.88, 0.997))
     assert str(found).startswith("worth it: yes. Steps 0.95 of eager's (0.88 to just below 1);")
     assert "(0.88 to 1.00)" in str(replace(found, worth_it=False, reason="noise"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..shadow_cache.amounts import plural
+from ..shadow_cache.amounts import plural, seconds
 
 
 @dataclass(frozen=True)
@@ -57,5 +57,8 @@ class Comparison:
             return "nothing had to be compiled"
         amount = f"{self.compile_seconds:.{0 if self.compile_seconds >= 10 else 1}f}"
         where = "on another core" if self.beside else "while steps waited"
-        after = "" if self.paid_back_after is None else f", paid back after {plural(self.paid_back_after, 'step')}"
-        return f"{amount} s of compiling {where}{after}"
+        text = f"{amount} s of compiling {where}"
+        if self.paid_back_after is None or self.step_ratio is None:
+            return text
+        training = self.compile_seconds * self.step_ratio / (1 - self.step_ratio)
+        return f"{text}, paid back after {plural(self.paid_back_after, 'step')} or {seconds(training)} of training"

@@ -51,7 +51,7 @@ def cells(result: Result) -> list[str]:
 
 
 def has_one_round(result: Result) -> bool:
-    """Whether the ratios are of a single pair of blocks."""
+    """Return whether the ratios are of a single pair of blocks."""
     return len(result.get("rounds", {}).get("step", ())) == 1
 
 
@@ -92,5 +92,5 @@ def helps(results: Sequence[Result], steps: int) -> tuple[list[str], list[list[s
 
 
 def as_markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
+    """Return a table in Markdown."""
     return "".join(f"| {' | '.join(line)} |\n" for line in (headings, ["---"] * len(headings), *rows))

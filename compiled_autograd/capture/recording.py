@@ -1,5 +1,5 @@
-"""The tape graph under construction, and stand-ins: empty tensors that the engine gets for the graph's values. They are
-recognised by identity when they come back as arguments.
+"""The tape graph under construction, and stand-ins: empty tensors that the engine gets for the graph's values. An
+argument of a later report that is a stand-in is recognised by identity.
 """
 
 from __future__ import annotations

@@ -105,10 +105,10 @@ class ProgramComparison:
     def _finish(self, optimizer: Optimizer | None) -> None:
         if self.result is not None:
             return
-        for hook in self._hooks:  # before the hints: they step copies of the optimizer
-            hook.remove()
         hints = hints_of(optimizer, self._optimizing, self._turns) if optimizer is not None else ()
         self.result = answer(self._session, self._turns, self._times, self._watch, hints)
+        for hook in self._hooks:
+            hook.remove()
         self._times.__exit__()
         self._session.serve_here(True)
         self._say(self.result)

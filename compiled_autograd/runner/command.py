@@ -87,7 +87,7 @@ def with_settings(group: click.RichGroup) -> click.RichGroup:
 
 
 def _help(name: str) -> str:
-    """The first sentence about a setting in the help of ``enable``, its valid values, and its default."""
+    """Return the first sentence about a setting in the help of ``enable``, its valid values, and its default."""
     found = re.search(rf"^    {name}: (.+?\.)\s", inspect.getdoc(enable) or "", re.MULTILINE | re.DOTALL)
     text = re.sub(r":\w+:|`", "", " ".join(found[1].split())) if found else ""  # without docstrings under python -OO
     takes = f"Takes {allowed(name)}; default {inspect.signature(enable).parameters[name].default!r}."

@@ -24,6 +24,7 @@ from compiled_autograd.process_state import PROCESS
 
 from . import both_walks
 from .helpers import exact_convolutions
+from .pair import Pair
 
 WATCHDOG_SECONDS = 300
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -49,7 +50,7 @@ def native_mode(request: pytest.FixtureRequest) -> Iterator[None]:
         both_walks.tell()
 
 
-_TESTS_PER_SEARCH = 100
+_TESTS_PER_SEARCH = 300
 _tests = 0
 
 
@@ -57,7 +58,7 @@ _tests = 0
 def little_to_search() -> None:
     """Python's search for garbage looks at what this test makes, not at all that lives in a process that has run many.
     Tests search, and so does whoever has compiled something: together that was a third of the time of some files. What
-    is garbage among the rest goes every hundred tests."""
+    is garbage among the rest goes every few hundred tests: a search there takes two seconds."""
     global _tests
     if _tests % _TESTS_PER_SEARCH == 0:
         gc.unfreeze()
@@ -100,6 +101,14 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
             yield "cuda"
     else:
         yield "cpu"
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Two processes for all files: each pair takes ten seconds to start and to import what trainings need."""
+    started = Pair(tmp_path_factory.mktemp("pair"))
+    yield started
+    started.close()
 
 
 @pytest.fixture

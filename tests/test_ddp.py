@@ -52,13 +52,6 @@ def builds(request: pytest.FixtureRequest) -> Path:
     return both_walks.library_of(request.config)._folder
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    started = Pair(tmp_path_factory.mktemp("pair"))
-    yield started
-    started.close()
-
-
 @contextlib.contextmanager
 def extension(builds: Path) -> Iterator[None]:
     """With the extension, in a process whose settings have none."""

@@ -22,7 +22,6 @@ from .helpers import mlp
 from .pair import Pair
 from .test_ddp import DistributedDataParallel
 from .test_ddp import builds as builds
-from .test_ddp import pair as pair
 from .test_distributed import Tensors, _grads, _same, own_batch
 
 

@@ -19,7 +19,6 @@ import compiled_autograd as ca
 from .pair import Pair
 from .test_ddp import DistributedDataParallel, _GivesNone, default_hooks, extension
 from .test_ddp import builds as builds
-from .test_ddp import pair as pair
 
 STEPS, FEATURES = 6, 8
 SETTINGS: list[dict[str, Any]] = [{}, {"check": True}, {"check": 2}, {"dynamic": False}, {"on_miss": "background"}]

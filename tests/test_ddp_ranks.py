@@ -41,7 +41,6 @@ from .test_distributed import (
     static_after_one_step,
     with_batch_norm,
 )
-from .test_distributed import pair as pair
 
 RANKS, STEPS = 4, 50
 

@@ -41,13 +41,6 @@ DISABLED_STEPS = 2
 """Steps that each training ends with, inside ``disable()``."""
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    started = Pair(tmp_path_factory.mktemp("pair"))
-    yield started
-    started.close()
-
-
 # ---- training, in the processes ------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,6 @@ from .test_ddp import builds as builds
 from .test_ddp import extension
 from .test_ddp_ranks import four as four
 from .test_distributed import Branches, Case, Run, _same, branch_used_in_turn, own_batch, train
-from .test_distributed import pair as pair
 
 COLLECTIVES = {
     "all_gather_into_tensor": "gather",  # by these two FSDP2 had its way in older versions, and FSDP1 has it

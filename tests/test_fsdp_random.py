@@ -23,7 +23,6 @@ from .pair import Pair
 from .test_ddp import _GivesNone, extension
 from .test_ddp import builds as builds
 from .test_distributed import Tensors, _grads, _same, _whole
-from .test_distributed import pair as pair
 from .test_fsdp import _written_down
 
 STEPS = 6

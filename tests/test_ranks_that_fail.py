@@ -21,7 +21,6 @@ from .pair import Pair, RankFailedError
 from .test_ddp import DistributedDataParallel, extension
 from .test_ddp import builds as builds
 from .test_distributed import _same, fully_shard, own_batch
-from .test_distributed import pair as pair
 
 RANKS, LAST, TIMEOUT = 4, 4, 4.0
 SLACK = 6.0

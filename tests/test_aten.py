@@ -167,7 +167,7 @@ def _filled_unseen(results: list[Any]) -> Any:
     return results
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_call_that_fills_memory_unseen_stays_opaque(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _plant(monkeypatch, "TanhBackward", _filled_unseen)
     x = torch.randn(3, 3, requires_grad=True)

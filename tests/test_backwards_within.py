@@ -169,9 +169,14 @@ def test_a_backward_of_second_order_within(leaves: int) -> None:
     assert in_threads(work)[0] > 50
 
 
-@pytest.mark.parametrize("own_session", [True, False])
 @pytest.mark.parametrize("shared", [False, True], ids=["its_own_leaf", "the_same_leaf"])
-@pytest.mark.parametrize("every", [97, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("own_session", "every"),
+    [
+        (True, 97),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((False, 97), (True, 7), (False, 7))),
+    ],
+)
 def test_a_backward_in_the_midst_of_a_walk(own_session: bool, shared: bool, every: int) -> None:
     """The engine would take it for one that is to be captured inside of another, and refuse both."""
     with ca.disable():
@@ -494,7 +499,7 @@ def test_a_backward_in_the_midst_of_a_reset_while_another_thread_captures() -> N
             if threading.current_thread() in capturing:
                 first_in_walk.set()
                 reset.wait(WAIT)
-                time.sleep(0.3)  # the other thread waits for this walk by now
+                time.sleep(0.1)  # the other thread waits for this walk by now
             return super().end_capture(outputs)
 
     capturing: list[threading.Thread] = []

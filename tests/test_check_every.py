@@ -644,8 +644,9 @@ def test_the_graph_of_the_users_passes_is_what_is_compared_with() -> None:
 # ---- other settings --------------------------------------------------------------------------------------------------
 
 
-def test_sizes_that_change() -> None:
-    pair = Pair(check=True, backend="inductor")
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_sizes_that_change(backend: str) -> None:
+    pair = Pair(check=True, backend=backend)
     for rows in (4, 3, 2, 4, 3):
         pair.step(BATCH[:rows])
     assert pair.session.stats().failures == 0 and pair.session.stats().hits >= 3

@@ -383,7 +383,7 @@ def test_the_exit_status_is_the_answer(arguments: list[str], status: int, out: s
     assert ended.stderr.startswith(f"compiled_autograd: {words}")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_program_that_is_killed_ends_as_that(number: int, tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text(f"import os\nos.kill(os.getpid(), {int(number)})\n")
     ended = _python("-m", "compiled_autograd", "--compare", "s.py", cwd=tmp_path)

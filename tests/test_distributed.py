@@ -636,6 +636,7 @@ def _raise_on_one(rank: int) -> int:
     return rank
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_killed_with_its_stacks_shown(pair: Pair) -> None:
     starts = pair.starts
     with pytest.raises(RankFailedError, match=r"(?s)rank 1: did not answer.*_hang_on_one"):

@@ -266,7 +266,7 @@ class _FusedProjection(nn.Module):
     [
         pytest.param("eager", True, id="eager-in one operator"),
         pytest.param("eager", False, id="eager-written out"),
-        pytest.param("inductor", True, id="inductor-in one operator"),
+        pytest.param("inductor", True, id="inductor-in one operator", marks=pytest.mark.slow),
         pytest.param("inductor", False, id="inductor-written out", marks=pytest.mark.slow),
     ],
 )

@@ -30,7 +30,7 @@ class _FirstOfAll(nn.Module):
         return self.head(self.pooler(self.inner(x).tanh()[:, 0]).tanh())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_the_first_of_a_sequence_needs_two_compiles_for_all_lengths(backend: str) -> None:
     model, session = _FirstOfAll(), ca.enable(backend=backend, tune=False)
     other, lengths = copy.deepcopy(model), (31, 37, 23, 39, 5, 31, 12)

@@ -574,6 +574,7 @@ def test_a_forked_child_can_go_on() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_fork_made_while_another_thread_is_in_backward_does_not_hang_the_child() -> None:
     code = _FORK.replace(
         "    pid = os.fork()",

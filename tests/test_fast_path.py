@@ -280,6 +280,7 @@ def test_equal_settings_are_the_same(hits: NativeHits, net: tuple[Make, list[tor
 # ---- tapes -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_tapes_and_shapes_that_take_turns(hits: NativeHits) -> None:
     first, second = mlp(depth=1), nn.Sequential(mlp(depth=1), nn.Tanh())
     inputs = [torch.randn(rows, 8) for rows in (3, 5)]

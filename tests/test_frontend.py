@@ -68,6 +68,12 @@ def session(request):
     return ca.enable(backend=request.param, cache_dir=False)
 
 
+inductor_is_slow = pytest.mark.parametrize(
+    "session", ["eager", pytest.param("inductor", marks=pytest.mark.slow)], indirect=True
+)
+"""For tests with several structures, each of which is compiled."""
+
+
 def multiply(session, x, y, times=1):
     """Gradients of x * y, to be added ``times`` times."""
     tape = frontend.Tape()
@@ -102,6 +108,7 @@ def test_sizes_that_change_become_symbols(session):
     assert (stats.captures, stats.shape_misses, stats.compiles, stats.hits, stats.failures) == (1, 1, 2, 2, 0)
 
 
+@inductor_is_slow
 def test_each_pattern_of_none_is_a_structure(session):
     x, seed = torch.randn(2, 4)
     for _ in range(2):
@@ -116,6 +123,7 @@ def test_each_pattern_of_none_is_a_structure(session):
     assert (stats.structure_misses, stats.hits, len(session.graphs())) == (4, 4, 4)
 
 
+@inductor_is_slow
 def test_a_constant_is_part_of_the_structure(session):
     x = torch.rand(3) + 1
     for exponent in (2, 3.0, 2, 3.0):
@@ -155,6 +163,7 @@ def test_a_tape_goes_on_after_a_run(session):
     assert (session.stats().structure_misses, session.stats().hits) == (2, 1)
 
 
+@inductor_is_slow
 def test_an_operation_that_is_declared_again_is_another(session):
     def declared(factor):
         @frontend.operation
@@ -206,6 +215,7 @@ def test_it_is_not_stored_and_says_why(tmp_path):
     assert "front end" in variant.not_stored and "multiply_backward" in variant.not_stored
 
 
+@inductor_is_slow
 def test_beside_pytorchs_own_tapes(session):
     """The two share the cache of the process, and neither takes the other's."""
     for _ in range(3):

@@ -138,6 +138,7 @@ def test_the_order_of_a_step(pair: Pair) -> None:
         assert each.events[: len(wanted)] == wanted
 
 
+@pytest.mark.slow
 def test_another_order_is_seen(pair: Pair) -> None:
     """What is asked for two layers ahead comes sooner than by default, with the same gradients."""
     ahead, plain = (pair.run(follow, FORMS[name], ())[0] for name in ("backward_prefetch", "plain"))

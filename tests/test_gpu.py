@@ -88,6 +88,7 @@ def test_a_model(device: str, case: str, backend: str) -> None:
     expect(result.stats, structure_misses=1, hits=2, captures=1)
 
 
+@pytest.mark.slow
 def test_the_mlp_with_inductor(device: str) -> None:
     _compare(device, _mlp(device), "inductor")
 

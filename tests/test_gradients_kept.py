@@ -50,8 +50,14 @@ def _with_hook(y: torch.Tensor) -> torch.Tensor:
     return y
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("forward", _FORWARDS)
+@pytest.mark.parametrize(
+    ("forward", "backend"),
+    [
+        *((forward, "eager") for forward in _FORWARDS),
+        ("transposed", "inductor"),
+        *(pytest.param(each, "inductor", marks=pytest.mark.slow) for each in _FORWARDS if each != "transposed"),
+    ],
+)
 def test_what_a_leaf_keeps_is_no_view(forward: str, backend: str) -> None:
     """``p.grad.detach_()``, with which gradients were zeroed once, is refused for a view."""
     torch.manual_seed(0)

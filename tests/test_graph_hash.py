@@ -141,7 +141,7 @@ def _accumulated(model: nn.Module, session: Any, batches: int) -> None:
             loss.backward()
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_accumulation_compiles_once(backend: str, request: pytest.FixtureRequest) -> None:
     if backend == "eager":
         request.getfixturevalue("slow")

@@ -182,6 +182,7 @@ def test_the_stride_of_one_element_decides_how_results_lie(program: Any, backend
     assert session.stats().failures == (program is _grouped and backend == "inductor")
 
 
+@pytest.mark.slow
 def test_so_it_does_where_each_set_of_shapes_is_compiled_by_itself() -> None:
     """There are more calls that cannot be traced with symbols than are left opaque."""
     session = ca.enable(backend="inductor", cache_dir=False)

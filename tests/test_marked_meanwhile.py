@@ -88,9 +88,7 @@ def _train(session: Any, values: list[Any], change: Change, rows: list[int] | No
 @pytest.mark.parametrize(
     ("change", "backend"),
     [
-        pytest.param(
-            change, backend, marks=pytest.mark.slow if backend == "inductor" and change is not _constant else ()
-        )
+        pytest.param(change, backend, marks=pytest.mark.slow if backend == "inductor" else ())
         for change in (_attribute, _constant, _of_a_called_function)
         for backend in BACKENDS
     ],

@@ -162,7 +162,7 @@ def test_reentrant_checkpointing() -> None:
     assert stats.hits + stats.structure_misses == 2 * 11 and not stats.bypasses
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_without_checkpointing(backend: str) -> None:
     assert _ratio(_Stack(_Block, 256, 8), torch.randn(512, 256), backend) <= 1.1
 
@@ -182,7 +182,7 @@ class _Loop(nn.Module):
         return hidden.square().sum()
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_loop_keeps_one_gradient_of_its_weights(backend: str) -> None:
     assert _ratio(_Loop(), torch.randn(60, 1, 128), backend) <= 1.1
 

@@ -334,7 +334,7 @@ _FAST_ON_INDUCTOR = [_mlp, _gpt, _resnet]
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case is _resnet else ()) for case in _FAST_ON_INDUCTOR]
+    "case", [pytest.param(case, marks=() if case is _mlp else pytest.mark.slow) for case in _FAST_ON_INDUCTOR]
 )
 def test_inductor_within_rounding(case: Callable[[], Case]) -> None:
     make, loss = case()

@@ -32,7 +32,16 @@ def test_torch_is_imported_with_the_first_name_that_needs_it() -> None:
     assert _run(f"{code}; ca.enable; print('torch' in sys.modules)").split() == ["False", "True"]
 
 
-@pytest.mark.parametrize("first", ["compiled_autograd", "backends, shadow_cache", "shadow_cache.store, backends.eager"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "compiled_autograd",
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("backends, shadow_cache", "shadow_cache.store, backends.eager")
+        ),
+    ],
+)
 def test_old_names_are_the_same_modules(first: str) -> None:
     _run(
         f"import {first}\n"

@@ -53,7 +53,7 @@ def _linear(rows: int = ROWS, width: int = WIDTH, dtype: torch.dtype = torch.flo
 # ---- sums over rows
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_the_gradient_of_a_bias(dtype: torch.dtype) -> None:
     """One call of ATen's: of what a product needs in memory too."""
     loss, inputs = _linear(dtype=dtype)
@@ -179,8 +179,8 @@ def _gelu(rows: int = ROWS, dtype: torch.dtype = torch.float32, approximate: str
     ("make", "exponentials"),
     [
         (_gelu, 1),
-        (lambda: _gelu(dtype=torch.float64), 1),  # and one `erf`, which has another
-        (lambda: _gelu(dtype=torch.bfloat16), 1),
+        pytest.param(lambda: _gelu(dtype=torch.float64), 1, marks=pytest.mark.slow),  # and one `erf`, which has another
+        pytest.param(lambda: _gelu(dtype=torch.bfloat16), 1, marks=pytest.mark.slow),
         (lambda: _gelu(approximate="tanh"), 0),
     ],
 )
@@ -200,10 +200,10 @@ def test_gelu_is_fused(make: Callable[[], tuple[Any, list[Tensor]]], exponential
     assert names[_aten.erf.default] == has_erf
 
 
-_EXPANDED, _PERMUTED = (pytest.param(each, marks=pytest.mark.slow) for each in ("expanded", "of another layout"))
+_OTHER_LAYOUTS = [pytest.param(each, marks=pytest.mark.slow) for each in ("apart", "expanded", "of another layout")]
 
 
-@pytest.mark.parametrize("layout", ["transposed", "apart", _EXPANDED, _PERMUTED])
+@pytest.mark.parametrize("layout", ["transposed", *_OTHER_LAYOUTS])
 def test_gelu_of_any_layout(layout: str) -> None:
     """What comes and what was saved lie in memory as eager has it, and so does the gradient."""
     base = torch.randn(2 * ROWS, WIDTH, requires_grad=True)

@@ -410,7 +410,7 @@ print(stats.bypasses, stats.failures, stats.compiles, stats.loads > 0)
 """
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_the_next_process_finds_each_in_the_store(backend: str, tmp_path: Path) -> None:
     outputs = []
     for turns in ("(UNDECLARED, SINGLE)", "(SINGLE, UNDECLARED, SINGLE)"):

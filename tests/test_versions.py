@@ -243,7 +243,10 @@ sys.modules["compiled_autograd.{module}"] = None
 import compiled_autograd as ca
 """
 """As where something private of PyTorch's has moved."""
-_MODULES = "engine.session", "capture.forward_lines", "cache.graphs"
+_MODULES = [
+    "engine.session",
+    *(pytest.param(each, marks=pytest.mark.slow) for each in ("capture.forward_lines", "cache.graphs")),
+]
 
 
 @pytest.mark.parametrize("module", _MODULES)
@@ -317,7 +320,7 @@ assert logs == {transformers.MISSES: 0} and torch.equal(x.grad, 2 * x.detach().e
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-@pytest.mark.parametrize(("program", "status"), [("__main__", 1), ("load", 2)])
+@pytest.mark.parametrize(("program", "status"), [("__main__", 1), pytest.param("load", 2, marks=pytest.mark.slow)])
 def test_where_an_import_fails_a_program_says_so(program: str, status: int) -> None:
     code = f"""
 import runpy

@@ -101,14 +101,13 @@ assert torch.allclose(x.grad, 2 * x) and session.stats().hits == 1 and session.s
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "script"),
     [
-        pytest.param(way, script, id=f"{way}-{order}", marks=pytest.mark.slow if way != "wheel" or late else ())
+        pytest.param(way, script, id=f"{way}-{order}")
         for way in ("wheel", "editable", "checkout")
-        for late, (order, script) in enumerate(
-            {"imported before": _IMPORTS + _COMPILES, "and after": _COMPILES + _IMPORTS}.items()
-        )
+        for order, script in {"imported before": _IMPORTS + _COMPILES, "and after": _COMPILES + _IMPORTS}.items()
     ],
 )
 def test_a_program_may_have_modules_of_the_same_names(way: str, script: str, wheel: Path, tmp_path: Path) -> None:

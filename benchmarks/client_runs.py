@@ -114,7 +114,7 @@ def run_eager(program: Program, steps: int, rounds: int) -> tuple[dict[str, Any]
 
 def run_one_by_one(program: Program, steps: int, rounds: int) -> tuple[dict[str, Any], dict[str, Values]]:
     """With backend="eager", which runs the captured calls one by one, each time."""
-    session = ca.enable(backend="eager", tune=False)
+    session = ca.enable(backend="eager", on_miss="compile", tune=False)
     side, reasons = Side(program, session), Counter[str]()
     with _warnings_noted() as noted:
         for _ in range(steps):
@@ -125,7 +125,7 @@ def run_one_by_one(program: Program, steps: int, rounds: int) -> tuple[dict[str,
 
 
 def run_default(program: Program, steps: int, rounds: int) -> tuple[dict[str, Any], dict[str, Values]]:
-    """With default settings, in turn with a copy on eager.
+    """With default settings but ``on_miss="compile"``, in turn with a copy on eager.
 
     The first steps take turns one by one. Those in which something was compiled are set apart, and taken by the clock,
     as the thread's own time leaves out what other processes compile for it. Then come `rounds` of turns.
@@ -133,7 +133,7 @@ def run_default(program: Program, steps: int, rounds: int) -> tuple[dict[str, An
     warm = Side(program, ca.disable())
     for _ in range(3):
         warm.step()
-    session, reasons = ca.enable(), Counter[str]()
+    session, reasons = ca.enable(on_miss="compile"), Counter[str]()
     eager, ours = Side(program, ca.disable()), Side(program, session)
     eager_seconds, our_seconds, first_seconds, beside_compiling = 0.0, 0.0, None, 0.0
     with _warnings_noted() as noted:

@@ -73,7 +73,7 @@ def measure(rank: int, ranks: int, folder: str, options: argparse.Namespace, nam
     built = [build(name, 0, "cpu") for _ in range(3)]
     make_loss = built[0][1]
     eager, ours, _ = sides = [DistributedDataParallel(model) for model, _ in built]
-    session = ca.enable(backend=options.backend, extension="all", tune=False, cache_dir=False)
+    session = ca.enable(backend=options.backend, on_miss="compile", extension="all", tune=False, cache_dir=False)
     sessions = [None, session, None]
     for _ in range(WARM_STEPS):
         for each, inside in zip(sides, sessions, strict=True):

@@ -89,14 +89,15 @@ def ours(backend: str | Callable[..., Any], extension: str = "all", **settings: 
     import compiled_autograd as ca
 
     # Nothing kept on disk, so that the first backward is as cold as that of the others; and no step left to eager.
-    return of_session(ca.enable(backend=backend, cache_dir=False, tune=False, extension=extension, **settings))
+    given = {"on_miss": "compile", "cache_dir": False, "tune": False, **settings}
+    return of_session(ca.enable(backend=backend, extension=extension, **given))
 
 
 def default() -> Runner:
-    """compiled_autograd as it is where nothing is set."""
+    """compiled_autograd as it is where nothing is set, but that steps wait for compiles."""
     import compiled_autograd as ca
 
-    return of_session(ca.enable())
+    return of_session(ca.enable(on_miss="compile"))
 
 
 def of_session(session: "Session") -> Runner:

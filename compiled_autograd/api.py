@@ -50,7 +50,7 @@ def enable(
     backend: str | Callable[..., Any] = "inductor",
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default",
     dynamic: bool | None = None,
-    on_miss: Literal["compile", "background", "eager", "raise"] = "compile",
+    on_miss: Literal["compile", "background", "eager", "raise"] = "background",
     on_unsupported: Literal["eager", "raise"] = "eager",
     check: Literal["new"] | bool | int = "new",
     tune: bool = True,
@@ -76,9 +76,11 @@ def enable(
         dynamic: which sizes are symbols. None: dimensions that have changed, or that ``torch._dynamo.mark_dynamic``
             marked. True: all dimensions of saved tensors except parameters, from the start (a size that no saved tensor
             has is a number until it changes). False: none.
-        on_miss: the treatment of backwards that are not in the cache. ``"compile"`` compiles at once. ``"background"``
-            compiles in the background, and runs backwards on eager until the code is ready (:meth:`Session.wait` waits
-            for it). ``"eager"`` compiles nothing, and runs them on eager. ``"raise"`` raises :class:`CacheMissError`.
+        on_miss: the treatment of backwards that are not in the cache. ``"background"``, the default, runs them on
+            eager until they are worth a compile (bypass ``not_yet``), and while they are compiled in the background
+            (bypass ``compiling``; :meth:`Session.wait` waits for it). ``"compile"``, the default on a single core,
+            compiles at once, and the step waits. ``"eager"`` compiles nothing, and runs them on eager. ``"raise"``
+            raises :class:`CacheMissError`.
         on_unsupported: the treatment of backwards that cannot be captured. ``"eager"`` runs them on the eager engine,
             ``"raise"`` raises :class:`UnsupportedBackwardError`.
         check: when to compare compiled code with the real calls, run one by one on the same values. ``"new"``: in the
@@ -89,10 +91,10 @@ def enable(
         tune: whether to time variants against the eager engine after some hits, and use the faster of the two. On the
             CPU and on CUDA, and not with deterministic algorithms. Backwards that are faster on eager count as the
             bypass ``not_worth_it``, timed ones as ``tuning``.
-        compile_budget: maximum seconds that the process may lose on compiling tapes that do not repeat. When the budget
-            is spent, new tapes run on eager (the bypass ``over_budget``), until they have run there for as long as
-            compiling is estimated to take. None, the default: the larger of 5 % of the process's run time and 30
-            seconds, where the 30 seconds shrink as more tapes do not repeat. ``float("inf")``: no limit.
+        compile_budget: maximum seconds that the process may lose on compiling tapes that do not repeat; a quarter of
+            the seconds of compiles in the background counts. When the budget is spent, new tapes run on eager (the
+            bypass ``over_budget``). None, the default: 30 seconds and 5 % of the time since this package was
+            imported. ``float("inf")``: no limit, and every new tape is compiled at once.
         cache_dir: the folder of compiled graphs that outlive the process. None: the user's cache folder. False: memory
             only.
         extension: what the C++ extension does in place of the engine. ``"hits"``: walks the tapes of hits. ``"all"``:
@@ -136,7 +138,7 @@ def compile_step(
     backend: str | Callable[..., Any] = "inductor",
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default",
     dynamic: bool | None = None,
-    on_miss: Literal["compile", "background", "eager", "raise"] = "compile",
+    on_miss: Literal["compile", "background", "eager", "raise"] = "background",
     on_unsupported: Literal["eager", "raise"] = "eager",
     check: Literal["new"] | bool | int = "new",
     tune: bool = True,

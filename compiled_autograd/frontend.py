@@ -248,7 +248,7 @@ def run_captured(captured: ir.TapeGraph, handover: Handover, session: Session) -
         if reason is not None:
             return _one_by_one(captured, handover, account, reason)
         graph, miss = _find(captured, handover, account.settings)
-        call = Call((), (), False, False, (), True, captured.accumulates, _fingerprint=graph.identity)
+        call = Call((), (), False, False, (), True, captured.accumulates, key=("captured", graph.identity))
         return list(execute(call, account, HandedOver(graph, handover, miss, miss is not None)))
     except BaseException as error:
         if not account.told:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -147,7 +148,8 @@ class Reproduction:
         chosen: dict[str, Any] = (
             {"backend": about.backend, "mode": about.mode} if backend is None else {"backend": backend}
         )
-        return enable(**chosen, dynamic=about.dynamic, check=False, tune=False, cache_dir=False, extension="off")
+        always: dict[str, Any] = {"on_miss": "compile", "compile_budget": math.inf, "check": False, "tune": False}
+        return enable(**chosen, **always, dynamic=about.dynamic, cache_dir=False, extension="off")
 
     def compare(self, backend: Any = None) -> Comparison:
         """Compare compiled code with the operators one by one, in several runs."""

@@ -52,7 +52,7 @@ class Settings:
 
     backend: str | Callable[..., Any] = "inductor"
     dynamic: bool | None = None
-    on_miss: Literal["compile", "background", "eager", "raise"] = "compile"
+    on_miss: Literal["compile", "background", "eager", "raise"] = "background"
     on_unsupported: Literal["eager", "raise"] = "eager"
     check: Literal["new"] | bool | int = "new"
     cache_dir: str | os.PathLike[str] | Literal[False] | None = None
@@ -107,8 +107,8 @@ class Settings:
 
     @property
     def looks_away(self) -> bool:
-        """True if some tapes may run on eager without a look (``policies/sketches.py``); False if a bypass or a miss
-        has to raise."""
+        """True if some tapes may run on eager without a peek (``engine/session.py``); False if a bypass or a miss has
+        to raise."""
         return self.on_miss != "raise" and self.on_unsupported != "raise"
 
 
@@ -146,6 +146,7 @@ def resolve(
     values = of_environment(environ, overridden_by(given))
     for name, value in given.items():
         values[name] = _check(name, value, "enable()")
+    values.setdefault("on_miss", "compile" if _has_one_core() else "background")
     if former := {name: values.pop(name) for name in FORMER if name in values}:
         sources = {name: _source(name, given, options) for name in former}
         values.update(_of_former(former, "extension" in values, sources))
@@ -155,6 +156,13 @@ def resolve(
         allowed = f"{DEFAULT!r} with backend={settings.backend!r}: {do}"
         raise InvalidSettingError("mode", settings.mode, allowed, _source("mode", given, options))
     return settings
+
+
+def _has_one_core() -> bool:
+    """Return whether a compile in the background would take the training's only core."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0)) == 1
+    return os.cpu_count() == 1
 
 
 def _source(name: str, given: Mapping[str, Any], options: Collection[str]) -> str:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import compiled_autograd as ca
 
 CURVE_ROWS = 6
+UNTIL_COMPILED = frozenset({"not_yet", "structure_miss", "compiling"})
+"""What becomes of backwards in the background mode until the first compiled code serves."""
 
 
 def parts(runs: Sequence[Run]) -> Iterator[tuple[str, Run, list[int]]]:
@@ -171,9 +173,9 @@ def largest_difference(eager: Run, compiled: Run) -> float:
 
 def why_none(compiled: Run, session: ca.Session) -> str:
     """Why compiled code has not served."""
-    if session.settings.on_miss == "background" and set(compiled.outcomes) <= {"structure_miss", "compiling"}:
+    if session.settings.on_miss == "background" and set(compiled.outcomes) <= UNTIL_COMPILED:
         trained = f"{plural(compiled)}, {sum(step.whole for step in compiled.steps):.0f} s"
-        return f"since compiling had not ended when the training did ({trained}; --seconds gives it longer)"
+        return f"since the training ended before compiling did ({trained}; --seconds gives it longer)"
     return f"{session.stats()}: `next` above says what to do"
 
 
@@ -183,7 +185,7 @@ def speed_and_cost(eager: Run, compiled: Run, session: ca.Session) -> str:
     hits = next(steps for name, _, steps in parts([eager, compiled]) if name == compiled.name)
     where = "beside the training" if session.settings.on_miss == "background" else "in the first step"
     cost = f"compiling took {stats.compile_seconds:.0f} s {where}"
-    if compiled.waited:
+    if compiled.waited >= 0.5:
         cost += f", and at last {compiled.waited:.0f} s with all steps waiting"
     if not stats.compiles:
         cost = "the code was on disk, where an earlier run had left it"

@@ -68,7 +68,8 @@ def train(rank: int, rendezvous: str) -> None:
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     # A backward that is left to eager runs no pass, and processes must decide alike: nothing is to send one there.
-    session = ca.enable(backend="inductor", passes=[round_gradients], tune=False, on_unsupported="raise")
+    settings = {"on_miss": "compile", "on_unsupported": "raise", "tune": False}
+    session = ca.enable(passes=[round_gradients], **settings)
     average = Averaging()
     for step in range(STEPS):
         optimizer.zero_grad()

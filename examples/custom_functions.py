@@ -18,7 +18,8 @@ import compiled_autograd as ca
 
 STEPS = 4
 # No limit on what compiling may cost: on a slow computer the default budget would leave some of it to eager.
-SETTINGS: dict[str, Any] = {"backend": "eager", "cache_dir": False, "compile_budget": float("inf")}
+SETTINGS: dict[str, Any] = {"backend": "eager", "on_miss": "compile", "compile_budget": float("inf")}
+SETTINGS |= {"cache_dir": False}
 
 
 class Gate(Function):

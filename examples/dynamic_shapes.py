@@ -56,7 +56,8 @@ def main() -> None:
     data = batches()
     # For exact counts. `tune=False`: else, after 4 hits, some backwards would run on eager, to see whether that is
     # faster. No `compile_budget`: else a slow computer might leave to eager what is new.
-    settings = {"backend": "eager", "cache_dir": False, "tune": False, "compile_budget": float("inf")}
+    settings = {"backend": "eager", "on_miss": "compile", "compile_budget": float("inf")}
+    settings |= {"cache_dir": False, "tune": False}
 
     # The default, `dynamic=None`: what is seen to change becomes a symbol. Two compiles for all batches.
     session = ca.enable(**settings)

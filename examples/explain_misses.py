@@ -37,7 +37,7 @@ def main() -> None:
     model, x = Model(), torch.randn(5, 4)
     parameters = list(model.parameters())
     # Without a limit on what compiling may cost: on a slow computer the default budget would leave some of it to eager.
-    session = ca.enable(backend="eager", cache_dir=False, compile_budget=float("inf"))
+    session = ca.enable(backend="eager", on_miss="compile", compile_budget=float("inf"), cache_dir=False)
 
     def run(loss: Callable[[Tensor], Tensor], x: Tensor, keep: bool = False) -> str:
         """One step on x [batch, 4], compared with eager; gives the kind of its miss, or "hit"."""

@@ -74,7 +74,8 @@ def main() -> None:
     # backend="eager" runs the captured graph operator by operator: the same bits as the eager engine.
     loss = after_training(weights, log_rates, x, y)
     _, expected = backward(log_rates, loss, ca.disable())
-    with ca.enable(backend="eager", cache_dir=False) as session:
+    settings = {"on_miss": "compile", "compile_budget": float("inf"), "cache_dir": False}
+    with ca.enable(backend="eager", **settings) as session:
         _, found = backward(log_rates, loss, session)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     tangents = [torch.randn(()) for _ in log_rates]
@@ -84,7 +85,7 @@ def main() -> None:
 
     # Learn the rates with what Inductor compiles: the structure is known, for another backend, hence a shape miss.
     # tune=False: no backward is left to eager to be timed, so that the counts below are exact.
-    session = ca.enable(cache_dir=False, tune=False)
+    session = ca.enable(**settings, tune=False)
     outer = torch.optim.Adam(log_rates, lr=0.2, foreach=True)
     losses, times = [], {"eager": [], "compiled": []}
     for _ in range(OUTER_STEPS):

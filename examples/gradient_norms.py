@@ -61,7 +61,8 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     # A backward that is left to eager runs no pass: nothing is to send one there.
-    session = ca.enable(backend="inductor", passes=[add_norms], tune=False, on_unsupported="raise")
+    settings = {"on_miss": "compile", "on_unsupported": "raise", "tune": False}
+    session = ca.enable(passes=[add_norms], **settings)
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = model(torch.randn(16, 32)).square().mean()

@@ -22,11 +22,13 @@ from torch.nn.utils import parameters_to_vector as flat
 import compiled_autograd as ca
 
 WIDTH, DEPTH, BATCH, STEPS = 256, 8, 8, 4
+# Each new structure is compiled at once, also on a slow computer.
+SETTINGS = {"backend": "eager", "on_miss": "compile", "compile_budget": float("inf"), "cache_dir": False}
 
 
 def clip_in_a_hook(model: nn.Module) -> None:
     """The hooks are made anew at every step; the graph is compiled once, since hooks are handed in at each call."""
-    session = ca.enable(backend="eager", cache_dir=False)
+    session = ca.enable(**SETTINGS)
     for step in range(STEPS):
         bound = 1e-4 / (1 + step)
         handles = [p.register_hook(lambda grad, bound=bound: grad.clamp(-bound, bound)) for p in model.parameters()]
@@ -53,7 +55,7 @@ def peak_bytes(step: Callable[[], None]) -> int:
 
 def optimizer_in_backward(plain: nn.Module) -> None:
     """A parameter is updated and its gradient dropped as soon as it is there, before the next one is computed."""
-    session, eager, peaks = ca.enable(backend="eager", cache_dir=False), ca.disable(), {}
+    session, eager, peaks = ca.enable(**SETTINGS), ca.disable(), {}
     inside, compiled = copy.deepcopy(plain), copy.deepcopy(plain)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     own = {p: torch.optim.SGD([p], lr=0.1) for model in (inside, compiled) for p in model.parameters()}
@@ -82,7 +84,7 @@ def optimizer_in_backward(plain: nn.Module) -> None:
 
 def gradient_edges(model: nn.Module) -> None:
     """An edge names a place on the tape. It stays what it was when the tensor is changed in place later."""
-    session, weight = ca.enable(backend="eager", cache_dir=False), model[0].weight
+    session, weight = ca.enable(**SETTINGS), model[0].weight
 
     def gradients(x: Tensor) -> list[Tensor]:
         """Of `hidden` before and after it is changed in place, and of the first weight alone."""

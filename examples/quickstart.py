@@ -1,10 +1,11 @@
 """One decorator around a plain training step: the first backward, the next ones, and the first after a restart.
 
 Model, loss and optimizer are eager PyTorch. The first `backward()` inside the decorated step is captured and compiled
-with Inductor, which takes some seconds; the later ones run the compiled graph. Every setting but the folder has its
-default: so after four hits some backwards run on the eager engine, in a trial which of the two is faster (`tune`). Each
-gradient is compared with eager's on the same weights, and both backwards are timed side by side. Then the process
-forgets what it has compiled, as if it were a new one, and finds it on disk.
+with Inductor, which takes some seconds; the later ones run the compiled graph. `on_miss="compile"` makes that step
+wait. By default no step waits, and the first seconds of a training run on eager. Some later backwards run on the eager
+engine too, in a trial which of the two is faster (`tune`). Each gradient is compared with eager's on the same weights,
+and both backwards are timed side by side. Then the process forgets what it has compiled, as if it were a new one, and
+finds it on disk.
 
     python examples/quickstart.py
 """
@@ -55,7 +56,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         # Mostly written as "@ca.compile_step" above the function. Here it is needed without the decorator, too.
         # `cache_dir` is given so that this example starts from nothing; by default it is the user's cache folder.
-        compiled_step = ca.compile_step(cache_dir=folder)(step)
+        compiled_step = ca.compile_step(on_miss="compile", cache_dir=folder)(step)
         session = compiled_step.session
         for index in range(STEPS):
             x, y = torch.randn(BATCH, WIDTH), torch.randn(BATCH, 1)
@@ -74,7 +75,8 @@ def main() -> None:
         # Timed: it ran on eager in the trial; "not_worth_it": eager was found to be faster on this machine.
         assert stats.bypasses.keys() <= {"not_worth_it"}
         assert stats.hits + stats.tuning + sum(stats.bypasses.values()) == STEPS - 1
-        on_eager = ", ".join(f"{count} {reason}" for reason, count in stats.bypasses.items())
+        left = {"timed": stats.tuning, **stats.bypasses}
+        on_eager = ", ".join(f"{count} {reason}" for reason, count in left.items() if count) or "none"
         print(f"{STEPS} backwards: {stats.structure_misses} miss, {stats.hits} hits, on eager: {on_eager}")
         # New code is compared with the real calls in its first runs, so the first hits do not count here.
         ratio = statistics.median(hits[WARM_UP:]) / statistics.median(eager[WARM_UP:])
@@ -90,7 +92,7 @@ def main() -> None:
         # A new process has nothing in memory, which `reset` plays here. It finds the compiled code on disk.
         ca.reset()
         optimizer.zero_grad()
-        with ca.enable(cache_dir=folder) as session:  # the other way to say it: around any backward
+        with ca.enable(on_miss="compile", cache_dir=folder) as session:  # the other way to say it: around any backward
             F.mse_loss(model(x), y).backward()
         stats, took = session.stats(), session.last.seconds
         assert (session.last.outcome, stats.loads, stats.compiles) == ("hit", 1, 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -265,6 +266,8 @@ def model(a: Variable, b: Variable) -> list[Variable]:
 # the question in it. So there is one graph for each pattern of None, and the key by which it is found says the
 # pattern.
 
+SETTINGS = {"on_miss": "compile", "compile_budget": math.inf, "cache_dir": False}  # each pattern is compiled at once
+
 
 def compiled_gradients(
     session: ca.Session, outputs: Sequence[Variable], seeds: Sequence[Tensor | None], wanted: Sequence[Variable]
@@ -293,7 +296,7 @@ def reference(a: Tensor, b: Tensor) -> list[Tensor]:
 
 
 def compile_patterns(backend: str) -> None:
-    session = ca.enable(backend=backend, cache_dir=False, dynamic=False)
+    session = ca.enable(backend=backend, dynamic=False, **SETTINGS)
     patterns = [(True, False), (False, True), (True, True)]
     for run, pattern in itertools.product((1, 2), patterns):
         at = [torch.randn(5, dtype=torch.float64) for _ in range(2)]
@@ -319,7 +322,7 @@ def compile_patterns(backend: str) -> None:
 
 def compile_second_order(backend: str) -> None:
     """A gradient of a gradient: the first backward computes, and so its tape can be written down like any other."""
-    session = ca.enable(backend=backend, cache_dir=False)
+    session = ca.enable(backend=backend, **SETTINGS)
     for _ in range(2):
         at, direction = torch.randn(5, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
         TAPE.clear()

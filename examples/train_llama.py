@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     import compiled_autograd as ca
 
 CORPUS_CHARACTERS = 2_000_000
+FEW_STEPS = 20
+"""Compiled steps that say little about their speed: the first ones are compared with eager's operators."""
 
 
 class RMSNorm(nn.Module):
@@ -232,7 +234,7 @@ def train(runs: Sequence[Run], args: argparse.Namespace, corpus: Corpus, console
 def take_turns(runs: Sequence[Run], args: argparse.Namespace, corpus: Corpus, console: Console) -> None:
     """Train for `args.steps` steps each; where there is no such number, until the time for all of them is up.
 
-    If nothing is compiled by then, all wait for the compiler, which has the cores to itself, and then train on.
+    If few steps ran compiled by then, all wait for the compiler, which has the cores to itself, and then train on.
     """
     columns = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
     # A bar that redraws itself is noise in a log file; there, a line now and then says as much.
@@ -258,14 +260,16 @@ def take_turns(runs: Sequence[Run], args: argparse.Namespace, corpus: Corpus, co
             if part >= 1:
                 if args.steps or runs[1].waited or not is_compiling(runs[1]):
                     return
-                console.print(f"step {step}: all wait for the compiler, {args.seconds:.0f} s at most", soft_wrap=True)
+                if runs[1].outcomes[-1] == "compiling":
+                    waits = f"all wait for the compiler, {args.seconds:.0f} s at most"
+                    console.print(f"step {step}: {waits}", soft_wrap=True)
                 runs[1].waited = wait_for_compiler(runs[1], args.seconds)
                 began += runs[1].waited + args.seconds / 2
 
 
 def is_compiling(run: Run) -> bool:
-    """Whether the training has been compiled in the background since its first step."""
-    return "compiling" in run.outcomes and set(run.outcomes) <= {"structure_miss", "compiling"}
+    """Whether the first compile in the background has begun, and has not ended FEW_STEPS ago."""
+    return "compiling" in run.outcomes and set(run.outcomes[:-FEW_STEPS]) <= {"not_yet", "structure_miss", "compiling"}
 
 
 def wait_for_compiler(run: Run, most: float) -> float:
@@ -277,13 +281,13 @@ def wait_for_compiler(run: Run, most: float) -> float:
 
 
 def news_of_compiling(run: Run, args: argparse.Namespace) -> str:
-    """What to say when the step that ran last began to compile, or was the first one with compiled code."""
+    """What to say when the step that ran last was the first that began to compile, or that ran compiled code."""
     assert run.session is not None
     if run.outcomes[-1] == "hit" and run.outcomes.count("hit") == 1:
         stats = run.session.stats()
         how = f"compiled in {stats.compile_seconds:.1f} s" if stats.compiles else "loaded from disk"
         return f"compiled code takes over, {how}"
-    if len(run.outcomes) > 1 or args.on_miss == "compile" or run.outcomes[-1] != "structure_miss":
+    if args.on_miss == "compile" or run.outcomes[-1] != "structure_miss" or run.outcomes.count("structure_miss") > 1:
         return ""
     elsewhere = args.device == "cpu" and args.backend == "inductor"
     where = "a worker process of lower priority" if elsewhere else "a thread of this process"

@@ -54,7 +54,7 @@ def main() -> None:
     """The same backward on eager, under the mode, and compiled."""
     torch.manual_seed(0)
     x, w, asked = torch.randn(8, 4), torch.randn(4, 4, requires_grad=True), []
-    session = ca.enable(backend="eager", cache_dir=False)
+    session = ca.enable(backend="eager", on_miss="compile", cache_dir=False)
 
     def make_loss() -> Tensor:
         # Anomaly mode records the lines. With `check_nan=False` it does no more than that.

@@ -100,7 +100,11 @@ OVER_BUDGET = Kind(
     "Pad to a few lengths, mark them (`torch._dynamo.mark_dynamic`), put `ca.disable()` around backwards that never "
     "repeat, or set `compile_budget`.",
 )
-NO_MISSES = {"not_worth_it": NOT_WORTH_IT, "over_budget": OVER_BUDGET}
+NOT_YET = Kind(
+    "It was new, and had not run on the eager engine for as long as a compile is likely to hold up the training.",
+    'Nothing: it is compiled once it has run on eager for long enough; `on_miss="compile"` compiles it at once.',
+)
+NO_MISSES = {"not_worth_it": NOT_WORTH_IT, "over_budget": OVER_BUDGET, "not_yet": NOT_YET}
 """Reasons to run a backward on eager that could be compiled: bypasses, for which nothing is compiled."""
 
 

@@ -49,7 +49,7 @@ def folder_of_builds(config: pytest.Config) -> Path:
 def own_plans(config: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> NativeHits:
     """Those of one test, with the extension."""
     hits = NativeHits()
-    hits.library = library_of(config)
+    monkeypatch.setattr(Library, "LATEST", library_of(config))
     for module in (backward, seam):
         monkeypatch.setattr(module, "NATIVE_HITS", hits)
     return hits

@@ -30,6 +30,7 @@ WATCHDOG_SECONDS = 300
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")  # a test that compares nothing with a clock passes on any machine
 os.environ["COMPILED_AUTOGRAD_TUNE"] = "false"  # else counts would depend on the clock
+os.environ["COMPILED_AUTOGRAD_ON_MISS"] = "compile"  # for the same reason
 os.environ["COMPILED_AUTOGRAD_COMPILE_BUDGET"] = "inf"  # for the same reason
 parameter_names._SLOW_SEARCH_SECONDS = math.inf  # else names of parameters would depend on it too
 os.environ["COMPILED_AUTOGRAD_CACHE_DIR"] = "false"  # tests of the store name a folder of their own

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from torch import nn
 
 import compiled_autograd as ca
 from compiled_autograd.cache.graphs import CompiledGraph
-from compiled_autograd.policies import autotune, medians
+from compiled_autograd.policies import ledger
 
 MakeLoss = Callable[[Any], Any]
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,10 +123,8 @@ class Result:
 
 
 def trials_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have trials decide with two rows on each side, whatever the times are: else one may do, or six are needed."""
-    monkeypatch.setattr(medians, "WIDE", math.inf)
-    for name, value in (("PLAINLY_SLOWER", math.inf), ("CLOSE", (1.0, 1.0))):
-        monkeypatch.setattr(autotune, name, value)
+    """Have trials decide with two rows on each side."""
+    monkeypatch.setattr(ledger, "SAMPLES", 2 * (ledger.IN_A_ROW - 1))
 
 
 def total(stats: ca.Stats) -> int:
@@ -302,12 +299,13 @@ def resident_pages() -> int:
 
 def in_subprocess(code: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python code in a fresh process, with the project importable, without the user's cache on disk, and without
-    the extension, which would be built in the user's folder."""
+    the extension, which would be built in the user's folder. As in tests, what is new is compiled at once."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     for name in list(environ):
         if name.startswith("COMPILED_AUTOGRAD_"):
             del environ[name]
-    environ |= {"COMPILED_AUTOGRAD_CACHE_DIR": "false", "COMPILED_AUTOGRAD_EXTENSION": "off", **environment}
+    settings = {"CACHE_DIR": "false", "EXTENSION": "off", "ON_MISS": "compile", "COMPILE_BUDGET": "inf"}
+    environ |= {f"COMPILED_AUTOGRAD_{name}": value for name, value in settings.items()} | environment
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=timeout, check=False
     )

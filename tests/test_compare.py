@@ -28,7 +28,7 @@ from compiled_autograd.comparing.whole_program import AnsweredExit, ProgramCompa
 from compiled_autograd.diagnostics.bypass import COMPILING
 from compiled_autograd.engine.session import current
 from compiled_autograd.outcomes import BYPASS, Outcome
-from compiled_autograd.policies.autotune import TIMED
+from compiled_autograd.policies.ledger import TIMED
 
 from .helpers import mlp
 from .test_runner import _python
@@ -352,7 +352,7 @@ _SCRIPT = """
 import atexit, sys, time, torch
 from compiled_autograd.engine.session import current
 from compiled_autograd.outcomes import BYPASS, Outcome
-from compiled_autograd.policies.autotune import TIMED
+from compiled_autograd.policies.ledger import TIMED
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

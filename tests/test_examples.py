@@ -137,8 +137,7 @@ def test_the_main_job_ends_when_its_time_is_up(tmp_path: Path) -> None:
     """Nothing is compiled in that time, and the last line and the exit status say so."""
     program = _main_job("--on-miss", "background", "--backend", "inductor", "--seconds", "0.01")
     ended = _started(program, tmp_path).communicate(timeout=as_a_user.SECONDS)
-    assert ": compiling begins in a worker process of lower priority; " in ended[0]
-    says = "FAILED: no step ran compiled, since compiling had not ended when the training did (1 step, "
+    says = "FAILED: no step ran compiled, since the training ended before compiling did (1 step, "
     assert ended[0].splitlines()[-1].startswith(says), ended
 
 
@@ -214,7 +213,8 @@ _LEFT = "not_worth_it"
         (["structure_miss", "compiling", "hit"], [2, 1, 1], _session(), "; paid back after step 2; "),
         (["hit"] * 2, [1, 1], _session(0, 1), "the code was on disk, where an earlier run had left it; paid back"),
         (["structure_miss"], [9], _session(), "No step was left to be timed with compiled code; compiling took 41 s"),
-        (["structure_miss", "compiling"], [9, 2], _session(0), "had not ended when the training did (2 steps, 11 s;"),
+        (["structure_miss", "compiling"], [9, 2], _session(0), "ended before compiling did (2 steps, 11 s; --seconds "),
+        (["not_yet"] * 2, [2, 2], _session(0), "since the training ended before compiling did (2 steps, 4 s; "),
         (["capture"], [2], _session(0), "FAILED: no step ran compiled, 9 backwards: 0 hits: `next`"),
     ],
 )
@@ -250,6 +250,20 @@ def test_trainings_wait_once_for_a_compiler_that_has_not_ended(ends: bool, monke
     train_llama.take_turns([eager, compiled], args, corpus, Console(quiet=True))
     assert waits == [0.2] and compiled.waited > 0
     assert compiled.outcomes[0] == "compiling" and compiled.outcomes[-1] == ("hit" if ends else "compiling")
+
+
+def test_the_main_job_says_once_that_compiling_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = _arguments(monkeypatch)
+    run = cast("Any", SimpleNamespace(session=SimpleNamespace(stats=Stats), outcomes=[]))
+    said = []
+    for outcome in ("not_yet", "not_yet", "structure_miss", "compiling", "structure_miss", "compiling"):
+        run.outcomes.append(outcome)
+        said.append(train_llama.news_of_compiling(run, args))
+    assert [text[:16] for text in said] == ["", "", "compiling begins", "", "", ""]
+    run.outcomes += ["hit"] * train_llama.FEW_STEPS
+    assert train_llama.is_compiling(run)
+    run.outcomes.append("hit")
+    assert not train_llama.is_compiling(run)
 
 
 def test_the_first_step_of_torch_compile_is_no_training_time(monkeypatch: pytest.MonkeyPatch) -> None:

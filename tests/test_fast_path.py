@@ -387,7 +387,7 @@ def error_in_its_middle(
     net: tuple[Make, list[torch.Tensor]],
     monkeypatch: pytest.MonkeyPatch,
     error: type[BaseException],
-    state: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    state: Callable[[ca.Session, torch.Tensor], AbstractContextManager[Any]] | None = None,
 ) -> None:
     """It is counted once, as the hit that it was to be."""
     make, leaves = net
@@ -395,13 +395,12 @@ def error_in_its_middle(
     monkeypatch.setattr(CLAIMS, "none_needed", asks)
     _until_fast(session, make, leaves)
     before, served, asks.error = session.stats(), FAST_PATH.served, error
-    with state(), pytest.raises(error, match="here"):
+    with contextlib.nullcontext() if state is None else state(session, make(1)), pytest.raises(error, match="here"):
         _step(session, make, leaves, 1)
     asks.error, after = None, session.stats()
     assert (after.backwards, after.hits, after.bypasses) == (before.backwards + 1, before.hits + 1, {})
     assert FAST_PATH.served == served + 1 and torch.is_grad_enabled()
-    with state():
-        assert_same(_step(session, make, leaves, 1), _eager(make, leaves, 1), bitwise=False)
+    assert_same(_step(session, make, leaves, 1), _eager(make, leaves, 1), bitwise=False)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, ValueError])

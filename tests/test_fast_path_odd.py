@@ -18,7 +18,6 @@ from compiled_autograd.engine.fast_path.arming import FAST_PATH
 from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.engine.session import Session
 from compiled_autograd.guards import ambient
-from compiled_autograd.policies.background import Background
 from compiled_autograd.torch_api import op_registry
 
 from .helpers import assert_same, mlp, trials_of_two_rows
@@ -58,7 +57,7 @@ def test_each_of_two_variants_is_timed(hits: NativeHits, monkeypatch: pytest.Mon
         _step(session, lambda step: (model(inputs[step % 2] + step) ** 2).mean(), [*model.parameters()], step)
     (graph,) = session.graphs()
     assert [variant.timing is None for variant in graph.variants] == [False, False]
-    assert session.stats().tuning == 20 and FAST_PATH.served > served
+    assert session.stats().tuning == 10 and FAST_PATH.served > served, "they share a trial"
 
 
 def test_ctrl_c_once_the_tape_is_taken(
@@ -216,16 +215,6 @@ def test_counts_that_are_read_meanwhile(hits: NativeHits, net: tuple[Make, list[
         sys.setprofile(None)
     assert last is not None and session.last is not last, "another one came meanwhile"
     assert FAST_PATH.served > served + 2 and stats.hits + stats.structure_misses == stats.backwards
-
-
-def test_what_it_asks_of_the_background_is_asked_in_a_forked_child_too() -> None:
-    background = Background()
-    ((ask, _, answer),) = background.questions()
-    background._tapes[1] += 1
-    background.reset_after_fork()
-    assert ask() == answer and not background.busy
-    background._tapes[2] += 1
-    assert ask() != answer and background.busy
 
 
 def test_pytorchs_own_is_not_taken_for_missing_while_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,27 +1,26 @@
-"""While policies look at tapes (one is on trial, or better left to eager, or compiling has cost too much), Python asks
-them, and the fast path serves what they let go on."""
+"""While tapes are watched (on trial, or left to eager), the fast path leaves these to Python and serves the others."""
 
 from __future__ import annotations
 
+import math
 import random
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 import compiled_autograd as ca
+from compiled_autograd.engine import backward
 from compiled_autograd.engine.fast_path import arming as fast_path
 from compiled_autograd.engine.fast_path.arming import FAST_PATH
 from compiled_autograd.engine.native_hits import NativeHits
-from compiled_autograd.policies import autotune
-from compiled_autograd.policies.admission import ADMISSION
-from compiled_autograd.policies.autotune import AUTOTUNE
+from compiled_autograd.engine.records import key_of
+from compiled_autograd.policies import ledger
 from compiled_autograd.policies.background import BACKGROUND
-from compiled_autograd.policies.refusals import REFUSALS, Refusal
-from compiled_autograd.policies.sketches import SKETCHES
+from compiled_autograd.policies.decision import Record, State
+from compiled_autograd.policies.ledger import LEDGER
 
 from .helpers import assert_same, mlp, trials_of_two_rows
 from .test_fast_path import Make, _counters, _eager, _session, _step, _train, _until_fast, error_in_its_middle
@@ -31,63 +30,58 @@ from .test_interrupts import _InterruptAt
 
 
 @contextmanager
-def _over_budget() -> Iterator[None]:
-    ADMISSION.closed = True
-    try:
-        yield
-    finally:
-        ADMISSION.closed = False
-        SKETCHES.clear()
+def _on_trial(session: ca.Session, loss: torch.Tensor) -> Iterator[Record]:
+    """The tape of a loss is on a trial that does not end, in which compiled backwards go on."""
+    record = LEDGER.of(key_of(session.number, (loss,), ()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger, "IN_A_ROW", 10**9)
+        LEDGER._begin_trial(record)
+        yield record
+        LEDGER._change(record, State.COMPILED, None)
 
 
-@contextmanager
-def _refused() -> Iterator[None]:
-    REFUSALS._refusals[(0, ())] = Refusal(1)
-    try:
-        yield
-    finally:
-        REFUSALS.clear()
-
-
-@contextmanager
-def _compiling() -> Iterator[None]:
-    tapes = BACKGROUND._tapes
-    tapes[0] = 1
-    try:
-        yield
-    finally:
-        del tapes[0]
-
-
-LOOKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "over budget": _over_budget,
-    "refused": _refused,
-    "compiling": _compiling,
-}
-
-
-@pytest.mark.parametrize(
-    "looks", [pytest.param(each, marks=pytest.mark.slow if each == "compiling" else ()) for each in LOOKS]
-)
-def test_a_tape_that_a_policy_lets_go_on(hits: NativeHits, net: tuple[Make, list[torch.Tensor]], looks: str) -> None:
-    """It is served and counted as by Python."""
+def test_a_tape_on_trial_is_served_and_counted_as_by_python(
+    hits: NativeHits, net: tuple[Make, list[torch.Tensor]]
+) -> None:
     make, leaves = net
-    session = _session(on_miss="background" if looks == "compiling" else "compile")
-    for step in range(3):
-        _step(session, make, leaves, step)
-        assert session.wait(60)
+    session = _session()
     _until_fast(session, make, leaves)
     before, met, served = _counters(session), hits.hits, FAST_PATH.served
-    with LOOKS[looks]():
+    with _on_trial(session, make(0)) as record:
         for step in range(5):
             assert_same(_step(session, make, leaves, step), _eager(make, leaves, step), bitwise=False)
     after = _counters(session)
-    assert FAST_PATH.served == served + 5 and hits.hits == met + 5
+    assert FAST_PATH.served == served + 5 and hits.hits == met + 5 and record.turn == 5
     assert [one - other for one, other in zip(after[:4], before[:4], strict=True)] == [5] * 4
     assert after[4:] == ("hit", ["capture", "run"])
-    served = FAST_PATH.served
     _step(session, make, leaves, 0)
-    assert FAST_PATH.served == served + 1
+    assert FAST_PATH.served == served + 6 and record.turn == 5
+
+
+def test_tapes_beside_one_that_is_watched_are_served_without_python(
+    hits: NativeHits, net: tuple[Make, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, leaves = net
+    session, x = _session(), torch.randn(3, requires_grad=True)
+    _until_fast(session, make, leaves)
+    monkeypatch.setattr(backward, "run", lambda *given: pytest.fail("Python was asked"))
+    with _on_trial(session, x.exp().sum()):
+        served = FAST_PATH.served
+        for step in range(5):
+            assert_same(_step(session, make, leaves, step), _eager(make, leaves, step), bitwise=False)
+    assert FAST_PATH.served == served + 5
+
+
+def test_an_output_that_is_no_tensor_is_left_to_python(hits: NativeHits, net: tuple[Make, list[torch.Tensor]]) -> None:
+    """While some tape is watched."""
+    make, leaves = net
+    session, x = _session(), torch.randn(3, requires_grad=True)
+    _until_fast(session, make, leaves)
+    with _on_trial(session, x.exp().sum()):
+        y = x.sin()
+        with session:
+            torch.autograd.backward([torch.autograd.graph.get_gradient_edge(y)], [torch.ones(3)])
+    assert_same([x.grad], [x.detach().cos()])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
@@ -97,7 +91,7 @@ def test_an_error_is_counted_once(
     monkeypatch: pytest.MonkeyPatch,
     error: type[BaseException],
 ) -> None:
-    error_in_its_middle(net, monkeypatch, error, _over_budget)
+    error_in_its_middle(net, monkeypatch, error, _on_trial)
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -114,7 +108,7 @@ def test_an_interrupt_around_it_is_counted_once(
         for leaf in leaves:
             leaf.grad = None
         interrupt, loss = _InterruptAt(interrupts, (fast_path.__file__,), ("serve",)), loss_of(1)
-        with _over_budget(), session:
+        with _on_trial(session, loss), session:
             sys.setprofile(interrupt)
             try:
                 loss.backward()
@@ -137,7 +131,7 @@ def test_what_it_takes_and_does_not_run(hits: NativeHits, net: tuple[Make, list[
     session = _session()
     _until_fast(session, make, leaves)
     before, served = session.stats(), FAST_PATH.served
-    with _over_budget(), torch.autograd.profiler.profile():
+    with _on_trial(session, make(1)), torch.autograd.profiler.profile():
         found = _step(session, make, leaves, 1)
     assert_same(found, _eager(make, leaves, 1), bitwise=False)
     after = session.stats()
@@ -147,24 +141,19 @@ def test_what_it_takes_and_does_not_run(hits: NativeHits, net: tuple[Make, list[
 def test_a_trial_times_what_will_serve(
     hits: NativeHits, net: tuple[Make, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first hit of a trial is Python's, which begins it; the others are not."""
     trials_of_two_rows(monkeypatch)
-    monkeypatch.setattr(autotune, "MAX_TIME_RATIO", 1e9)  # hits go on
+    monkeypatch.setattr(ledger, "WORTH", 1e9)  # hits go on
     make, leaves = net
     session, served = _session(tune=True), FAST_PATH.served
     for step in range(60):
         assert_same(_step(session, make, leaves, step), _eager(make, leaves, step), bitwise=False)
-        if AUTOTUNE.active and not session.stats().tuning:
-            before = FAST_PATH.served - served
     stats = session.stats()
-    rows = autotune.SAMPLES_PER_SIDE // (autotune.IN_A_ROW - autotune.COLD)
-    assert stats.tuning == rows * autotune.IN_A_ROW
+    assert stats.tuning == 2 * ledger.IN_A_ROW
     assert stats.hits + stats.tuning + sum(stats.bypasses.values()) + stats.structure_misses == stats.backwards == 60
     (graph,) = session.graphs()
     (variant,) = graph.variants
-    assert variant.timing is not None and variant.timing.samples == autotune.SAMPLES_PER_SIDE
-    timed = FAST_PATH.served - served - before
-    assert timed >= autotune.SAMPLES_PER_SIDE - 1
+    assert variant.timing is not None and variant.timing.samples == ledger.SAMPLES
+    assert FAST_PATH.served - served > 60 - stats.tuning - 15
 
 
 def test_a_tape_beside_one_that_is_left_to_eager(hits: NativeHits, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,9 +165,10 @@ def test_a_tape_beside_one_that_is_left_to_eager(hits: NativeHits, monkeypatch: 
     makes.append((lambda step: (model(x + step) ** 2).mean(), list(model.parameters())))
     session = _session(tune=True)
     with monkeypatch.context() as always:
-        always.setattr(autotune, "MAX_TIME_RATIO", 0.0)
-        while not session.stats().bypasses.get("not_worth_it"):
+        always.setattr(ledger, "WORTH", 0.0)
+        for _ in range(100):
             _step(session, *makes[0], 0)
+    assert session.stats().bypasses["not_worth_it"] > 10
     steady = _session()
     _until_fast_beside(steady, *makes[1])
     served, before = FAST_PATH.served, (session.stats(), steady.stats())
@@ -202,19 +192,19 @@ def _until_fast_beside(session: ca.Session, make: Make, leaves: list[torch.Tenso
 def test_random_trainings(hits: NativeHits, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Where policies look or not, tapes are on trial or left to eager: each step beside eager's."""
     chance = random.Random(seed)
-    monkeypatch.setattr(autotune, "SAMPLES_PER_SIDE", 2)
-    monkeypatch.setattr(autotune, "BACKWARDS_BEFORE_RETRIAL", 5)
+    monkeypatch.setattr(ledger, "SAMPLES", 2)
+    monkeypatch.setattr(ledger, "REST", 5)
 
     def session() -> ca.Session:
         assert seed > 0 or BACKGROUND.wait(60)  # else it is a matter of luck whether anything serves in time
-        ADMISSION.closed = chance.random() < 0.3
-        autotune.MAX_TIME_RATIO = chance.choice([0.0, 1e9])
+        ledger.WORTH = chance.choice([0.0, 1e9])
         if chance.random() < 0.1:
-            SKETCHES.clear()
-        return _session(tune=chance.random() < 0.7, on_miss=chance.choice(["compile", "background"]))
+            LEDGER.clear()
+        budget = chance.choice([0.0, math.inf])
+        on_miss = chance.choice(["compile", "background"])
+        return _session(tune=chance.random() < 0.7, on_miss=on_miss, compile_budget=budget)
 
-    monkeypatch.setattr(autotune, "MAX_TIME_RATIO", 1.0)
-    monkeypatch.setattr(ADMISSION, "closed", False)
+    monkeypatch.setattr(ledger, "WORTH", 1.0)
     served = _train(seed, 150, session)  # which may be none, where all is on trial or left to eager
     assert served > 0 or seed > 0
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_autograd as ca
 from compiled_autograd import frontend
-from compiled_autograd.policies.autotune import AUTOTUNE
+from compiled_autograd.policies.ledger import LEDGER
 
 
 @frontend.operation
@@ -315,7 +315,7 @@ def test_nothing_is_timed_and_nothing_grows():
     x, y = torch.randn(2, 5)
     for _ in range(40):
         multiply(session, x, y)
-    assert session.stats().hits == 39 and not AUTOTUNE.active
+    assert session.stats().hits == 39 and not LEDGER.watched
 
 
 def test_given_tensors_live_as_long_as_their_tape(session):

@@ -441,6 +441,7 @@ class _NotBuilt:
 
     def __init__(self) -> None:
         self.asked: list[bool] = []
+        self.loaded = None
 
     def module(self, build: bool) -> None:
         self.asked.append(build)

@@ -596,3 +596,29 @@ def test_the_self_check_shows_nothing_of_itself(request: pytest.FixtureRequest, 
     with looking_on(seen.append)[state]():
         assert found.module() is not None and found.reason == ""
     assert not seen
+
+
+def test_a_peek_tells_first_nodes_apart(native: Any) -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return 2 * grad
+
+    class Triple(Double):
+        pass
+
+    x = torch.randn(3, requires_grad=True)
+    roots = [Double.apply(x), Triple.apply(x), x.exp(), x.sin().exp(), x.exp() + x.exp(), x + x.exp()]
+    peeks = [native.peek((root,), 0, 1) for root in roots]
+    peeks += [native.peek((x.exp(),), 1, 1), native.peek((x.exp(),), 0, 2), native.peek((x.exp(), x.exp()), 0, 1)]
+    assert len(set(peeks)) == len(peeks)
+    assert [native.peek((make(x),), 0, 1) for make in (Double.apply, torch.exp)] == [peeks[0], peeks[2]]
+    deep = x
+    for _ in range(70):
+        deep = deep.exp()
+    assert native.peek((deep,), 0, 1) == native.peek((deep.exp(),), 0, 1), "of 64 nodes"
+    assert native.peek((torch.autograd.graph.get_gradient_edge(x.exp()),), 0, 1) is None

@@ -740,7 +740,7 @@ def test_refused_calls() -> None:
         x.exp().sum().backward()
     assert session.stats().own_loop == other.stats().own_loop == 0
     with _session() as session:
-        x.exp().sum().backward()
+        x.exp().sin().sum().backward()  # what it was refused for rests
     assert session.stats().own_loop == 1
 
 
@@ -876,5 +876,5 @@ def test_over_budget() -> None:
     for layers in range(2, 12):
         assert all(map(torch.equal, make(layers, session), make(layers, contextlib.nullcontext())))
     stats = session.stats()
-    expect(stats, structure_misses=2, bypasses={"over_budget": 8}, captures=2)
-    assert stats.own_loop == 8
+    expect(stats, bypasses={"over_budget": 10}, captures=0)
+    assert stats.own_loop == 10

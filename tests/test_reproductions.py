@@ -137,6 +137,14 @@ def test_a_backend_that_is_wrong_shows_where() -> None:
     assert reproduction.compare("eager").is_rounding
 
 
+def test_what_is_compared_is_compiled_by_default_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    reproduction = _through_a_file(_graph(lambda: model(_BATCH).square().mean()))
+    for name in ("ON_MISS", "COMPILE_BUDGET"):
+        monkeypatch.delenv(f"COMPILED_AUTOGRAD_{name}")
+    assert reproduction.compare("eager").compiles == 1
+
+
 def test_a_backend_that_fails_is_told_of() -> None:
     model = mlp()
 

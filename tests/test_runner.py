@@ -83,7 +83,10 @@ if __name__ == "__main__":
     print("hits", hits(), *(hits_of_children() if "children" in sys.argv else ()), file=sys.stderr)
 """
 )
-_FEW = {f"COMPILED_AUTOGRAD_{name}": text for name, text in (("CACHE_DIR", "false"), ("EXTENSION", "off"))}
+_FEW = {
+    f"COMPILED_AUTOGRAD_{name}": text
+    for name, text in (("CACHE_DIR", "false"), ("EXTENSION", "off"), ("ON_MISS", "compile"), ("TUNE", "false"))
+}
 _FEW["COMPILED_AUTOGRAD_BACKEND"] = "eager"
 
 

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -363,12 +364,8 @@ def _node_creation_hook() -> Iterator[None]:
 @contextlib.contextmanager
 def _in_environment() -> Iterator[None]:
     given = {"COMPILED_AUTOGRAD_ON_MISS": "eager", "COMPILED_AUTOGRAD_BACKEND": "inductor"}
-    os.environ.update(given)
-    try:
+    with patch.dict(os.environ, given):
         yield
-    finally:
-        for name in given:
-            del os.environ[name]
 
 
 def _refuse(value: torch.Tensor) -> torch.Tensor:

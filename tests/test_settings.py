@@ -21,7 +21,7 @@ from .helpers import in_subprocess
 
 
 def test_defaults() -> None:
-    assert resolve({}, {}) == Settings("inductor", None, "compile", "eager", "new", None, ())
+    assert resolve({}, {}) == Settings("inductor", None, "background", "eager", "new", None, ())
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,10 @@ def test_each_next_step_has_its_cause() -> None:
         (ca.Stats(10, hits=1, bypasses={"create_graph": 9}), saved, (), "look up 'create_graph'"),
         (ca.Stats(10, structure_misses=1, bypasses={"compiling": 9}), unknown, (), "compiling has not ended"),
         (ca.Stats(10, bypasses={"create_graph": 9, "compiling": 1}), unknown, (), "look up 'create_graph'"),
+        (ca.Stats(10, bypasses={"not_yet": 10}), unknown, (), 'long enough; `on_miss="compile"` compiles it at once'),
+        (ca.Stats(10, structure_misses=1, bypasses={"not_yet": 6, "compiling": 3}), unknown, (), "has not ended yet"),
+        (ca.Stats(10, hits=2, bypasses={"not_yet": 8}), much, (), "nothing"),
+        (ca.Stats(10, hits=5, structure_misses=1, bypasses={"not_yet": 4}), much, (), "nothing"),
         (ca.Stats(10, hits=4, structure_misses=1, bypasses={"compiling": 5}), much, (), "nothing"),
         (ca.Stats(10, hits=3, shape_misses=7), saved, shape, "7 misses are of the kind shape. Pad to a few"),
         (ca.Stats(10, hits=3, structure_misses=7), saved, new, "7 misses are of the kind new_node."),
@@ -241,7 +245,7 @@ def test_it_is_printed_once_when_the_process_ends() -> None:
 def test_a_variable_asks_for_it_and_a_closed_stderr_hinders_nothing() -> None:
     code = (
         "import os; os.environ['COMPILED_AUTOGRAD_SUMMARY'] = '1'; import compiled_autograd as ca, torch, sys\n"
-        "with ca.enable(backend='eager', cache_dir=False) as session:\n"
+        "with ca.enable(backend='eager', on_miss='compile', cache_dir=False) as session:\n"
         "    torch.ones(3, requires_grad=True).exp().sum().backward()\n"
         "assert session.settings.summary\n"
     )

@@ -2,53 +2,30 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import fx
 
-from compiled_autograd.cache import variants
-from compiled_autograd.capture import tape
+from compiled_autograd.cache.variants import Variant
 from compiled_autograd.engine.session import Session
-from compiled_autograd.policies import autotune, medians
+from compiled_autograd.policies import ledger
+from compiled_autograd.policies.ledger import LEDGER
 from shadow_cache import Bypass
 
 from .helpers import assert_same
 
+NOW = 1.75e9
+
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Trials begin and end after few backwards, which take turns."""
-    monkeypatch.setattr(variants.Variant.__init__, "__defaults__", _defaults(3))
-    monkeypatch.setattr(autotune, "SAMPLES_PER_SIDE", 3)
-    monkeypatch.setattr(autotune, "IN_A_ROW", 1)
-    monkeypatch.setattr(autotune, "COLD", 0)
-    monkeypatch.setattr(medians, "COLDER", 0.0)
-    monkeypatch.setattr(autotune, "CLOSE", (1.0, 1.0))
-    monkeypatch.setattr(medians, "WIDE", math.inf)
-    monkeypatch.setattr(autotune, "BACKWARDS_BEFORE_RETRIAL", 5)
-    yield
-
-
-def _defaults(warm: int) -> tuple[Any, ...]:
-    return tuple(
-        warm if value == variants.HITS_BEFORE_TIMING else value
-        for value in variants.Variant.__init__.__defaults__ or ()
-    )
-
-
-@pytest.fixture(name="looks")
-def count_looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One number for each tape whose nodes were looked at."""
-    found: list[int] = []
-    fingerprint = tape.fingerprint
-    monkeypatch.setattr(tape, "fingerprint", lambda *ends: found.append(fingerprint(*ends)) or found[-1])
-    monkeypatch.setattr(autotune, "BACKWARDS_BEFORE_RETRIAL", 10_000)
-    return found
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials end after few backwards, and begin again after few: two on each side take turns, of which one counts."""
+    for name, value in (("SAMPLES", 3), ("IN_A_ROW", 2), ("REST", 5)):
+        monkeypatch.setattr(ledger, name, value)
 
 
 def compute(seconds: float = 0.005) -> None:
@@ -84,3 +61,23 @@ def leave(session: Session, weight: torch.Tensor, times: int) -> None:
     with session:
         for _ in range(times):
             torch.autograd.grad((weight.exp() * weight).sum(), weight)
+
+
+@pytest.fixture(name="takes")
+def said_to_take(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Milliseconds that each backward of a trial is said to take."""
+    takes, time = {"eager": 2.0, "compiled": 3.0}, LEDGER._time
+
+    def timed(record: Any, times: list[float], seconds: float, variant: Variant | None) -> None:
+        time(record, times, takes["eager" if variant is None else "compiled"] / 1e3, variant)
+
+    monkeypatch.setattr(LEDGER, "_time", timed)
+    monkeypatch.setattr(ledger.time, "time", lambda: NOW)
+    return takes
+
+
+def outcome_of(session: Session) -> str:
+    """Return the outcome of the last backward, or the kind of its reason."""
+    last = session.last
+    assert last is not None
+    return last.reasons[0].kind if last.outcome == "bypass" else last.outcome  # type: ignore[union-attr]

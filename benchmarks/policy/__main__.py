@@ -1,7 +1,7 @@
 """Policies replayed over recorded sequences of backwards: what each would cost, and what the best plan would.
 
     python -m benchmarks.policy
-    python -m benchmarks.policy --rules compile --sequences
+    python -m benchmarks.policy --vary --sequences
     python -m benchmarks.policy --only packed_gru notebook --cores 1 --markdown
 
 Each sequence is one program's backwards (`sequences/*.json`, made by `python -m benchmarks.policy.recorder`). It is
@@ -16,56 +16,52 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from unittest.mock import patch
 
-import msgspec
 from rich.console import Console
+
+from compiled_autograd.policies import ledger
 
 from . import figures, sequence
 from .figures import Row
-from .ledger import Constants, Ledger
+from .ledger import Replayed
 from .oracle import bound
 from .plain import Always, EagerOnly
-from .rules import RULES, SETTINGS
 from .sequence import Event, Recording
 from .simulator import Machine, Policy, Way, replay
-from .todays import Today
 
 SCATTER = 0.3
+CONSTANTS = ("FIRST_SECONDS", "BESIDE", "SECONDS", "SHARE", "SAMPLES", "IN_A_ROW", "WORTH", "REST")
 Make = Callable[[], contextlib.AbstractContextManager[Policy]]
-TODAYS: dict[str, Any] = {"compile": "today, compile", "background": "today, background"}
 
 
 def _plain(make: Callable[[], Policy]) -> Make:
     return lambda: contextlib.nullcontext(make())
 
 
-def _today(on_miss: Any, without: Any = None, **settings: Any) -> Make:
-    @contextlib.contextmanager
-    def made() -> Iterator[Policy]:
-        with contextlib.nullcontext() if without is None else without(), Today(on_miss, **settings).playing() as policy:
-            yield policy
-
-    return made
-
-
 POLICIES: dict[str, Make] = {
     "eager only": _plain(EagerOnly),
     "always compile": _plain(Always),
     "always beside": _plain(lambda: Always(Way.BESIDE)),
-    **{name: _today(on_miss) for on_miss, name in TODAYS.items()},
-    "ledger, waits": _plain(lambda: Ledger(way=Way.COMPILE)),
-    "ledger": _plain(Ledger),
+    "compile": _plain(lambda: Replayed("compile")),
+    "background": _plain(Replayed),
 }
 
 
-def varied() -> dict[str, Constants]:
+@contextlib.contextmanager
+def _other(name: str, value: float) -> Iterator[Policy]:
+    with patch.object(ledger, name, value):
+        yield Replayed()
+
+
+def varied() -> dict[str, Make]:
     """The ledger's constants, each at half and twice its value."""
-    found: dict[str, Constants] = {}
-    for name, value in msgspec.structs.asdict(Constants()).items():
+    found: dict[str, Make] = {}
+    for name in CONSTANTS:
+        value = getattr(ledger, name)
         for factor in (0.5, 2):
-            changed = 1 + (value - 1) * factor if name in ("plainly", "worth") else type(value)(value * factor)
-            found[f"{name} {changed:g}, not {value:g}"] = msgspec.structs.replace(Constants(), **{name: changed})
+            changed = 1 + (value - 1) * factor if name == "WORTH" else type(value)(value * factor)
+            found[f"{name} {changed:g}, not {value:g}"] = functools.partial(_other, name, changed)
     return found
 
 
@@ -101,7 +97,6 @@ def parse_arguments() -> argparse.Namespace:
         prog="python -m benchmarks.policy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="sequences to replay")
-    parser.add_argument("--rules", nargs="*", choices=TODAYS, default=[], help="take out each rule of these policies")
     parser.add_argument("--vary", action="store_true", help="halve and double each constant of the ledger")
     parser.add_argument("--sequences", action="store_true", help="show each sequence too")
     parser.add_argument("--cores", type=int, default=2)
@@ -127,13 +122,8 @@ def main() -> int:
     oracle = played.oracle()
     rows = [played.row(name, make) for name, make in POLICIES.items()]
     tables = [figures.policies([oracle, *rows], oracle)]
-    for on_miss in args.rules:
-        before = next(row for row in rows if row.name == TODAYS[on_miss])
-        without = [played.row(name, _today(on_miss, **settings)) for name, settings in SETTINGS.items()]
-        without += [played.row(name, _today(on_miss, rule)) for name, rule in RULES.items()]
-        tables.append(figures.rules(before, without))
     if args.vary:
-        others = [played.row(name, _plain(functools.partial(Ledger, each))) for name, each in varied().items()]
+        others = [played.row(name, make) for name, make in varied().items()]
         tables.append(figures.rules(rows[-1], others))
     if args.sequences:
         tables.append(figures.sequences([oracle, *rows]))

@@ -29,10 +29,6 @@ from ..user_code.reducers import Groups
 from torch._C._dynamo.guards import TensorGuards  # isort: skip
 
 
-HITS_BEFORE_TIMING = 4
-"""Hits of a variant before it is first timed against eager."""
-
-
 @dataclass(slots=True)
 class Handover:
     """The engine's values for one backward, in the order of the tape graph's placeholders.
@@ -183,10 +179,8 @@ def fits(spec: Spec, sizes: Sequence[int]) -> bool:
 class Variant(WeaklyReferred):
     """A graph made ready for one set of shapes, ambient state and settings.
 
-    ``hits`` counts how often it served, which took ``ran`` seconds in all, and at ``next_trial`` of them it is timed
-    against eager: sooner where what is left to eager runs with the own loop, or without it, and it was timed beside the
-    other alone (``timed_beside``). What a hit took of eager's the last time is in ``timed_ratios``, by whether eager
-    runs with that loop. ``devices`` are the types of devices that its tensors are on.
+    ``hits`` counts how often it served, which took ``ran`` seconds in all. ``devices`` are the types of devices that
+    its tensors are on.
 
     ``timing`` says how it did when it was last timed: in this process, or, until then, in the one that the store on
     disk heard it from. None where it never was.
@@ -213,9 +207,6 @@ class Variant(WeaklyReferred):
     hits: int = 0
     cut_short: int = -1
     ran: float = 0.0
-    next_trial: int = HITS_BEFORE_TIMING
-    timed_beside: frozenset[bool] = frozenset()
-    timed_ratios: dict[bool, float] = field(default_factory=dict)
     devices: frozenset[str] = frozenset()
     timing: Timing | None = None
     entry: str | None = None

@@ -35,7 +35,8 @@ class Watch:
     @staticmethod
     def _of(stats: Stats) -> tuple[int, ...]:
         missed = stats.shape_misses + stats.structure_misses
-        return missed, stats.compiles, stats.loads, stats.tuning, stats.bypasses.get("compiling", 0)
+        left = sum(stats.bypasses.get(kind, 0) for kind in ("not_yet", "compiling"))
+        return missed, stats.compiles, stats.loads, stats.tuning, left
 
     def is_calm(self) -> bool:
         """Return whether nothing was captured, compiled, loaded or timed since this was last asked, or is now."""

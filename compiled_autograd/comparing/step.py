@@ -12,7 +12,7 @@ import torch
 
 from ..api import disable, enable
 from ..errors import UnknownSettingError
-from ..policies.medians import wait_for_devices
+from ..policies.clock import wait_for_devices
 from ..settings import PREFIX
 from .answer import PROFILED_STEPS, Watch, answer, depends_on_products
 from .backward_times import BackwardTimes

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..engine.session import Session
-from ..policies.medians import wait_for_devices
+from ..policies.clock import wait_for_devices
 from .answer import PROFILED_STEPS, Watch, answer, depends_on_products
 from .backward_times import BackwardTimes
 from .hints import OptimizerTimes, hints_of

@@ -54,6 +54,11 @@ INSIDE_COMPILE = Bypass(
 INTERRUPTED = Bypass("interrupted", hint="an exception, such as that of Ctrl-C, ended the backward before it ran")
 BROKEN_CAPTURE = Bypass("broken_capture", hint="the engine failed while it reported a node; the backward did not run")
 COMPILING = Bypass("compiling", hint="it is being compiled in the background; a later step will run the compiled code")
+NOT_YET = Bypass(
+    "not_yet",
+    hint="it is new: it is compiled in the background once it has run on eager for as long as a compile is likely to "
+    'hold up the training (2 s for the first one). on_miss="compile" compiles it at once',
+)
 OVER_BUDGET = Bypass(
     "over_budget",
     hint="it is new, and compiling has cost more time than hits have saved; compile_budget=SECONDS sets the limit of "

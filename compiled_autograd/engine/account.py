@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,21 +14,20 @@ from ..cache.selection import Selection
 from ..cache.stores import disk_for
 from ..cache.variants import Variant
 from ..capture.unnamed import name_the_unnamed
-from ..diagnostics.bypass import INTERRUPTED, OVER_BUDGET
+from ..diagnostics.bypass import ALL_ZERO_GRADIENTS, CALL_BY_CALL, INTERRUPTED, NOT_YET, OVER_BUDGET
 from ..diagnostics.reporting import tell_of_own_error
 from ..diagnostics.structure_misses import with_title
 from ..guards.ambient import Ambient
-from ..policies.admission import ADMISSION
-from ..policies.autotune import AUTOTUNE
+from ..policies.decision import Action
+from ..policies.ledger import LEDGER
 from ..policies.own_loop import OWN_LOOPS
-from ..policies.refusals import REFUSALS
-from ..policies.spending import SPENDING
 from ..runtime.interpret import ONE_BY_ONE
 from ..settings import Settings
 from ..shadow_cache import Bypass, Failure, Miss
 from ..steps.run_context import RunReport
 from ..threads.forks import why_not_compile
 from .call import Call, HandedOver
+from .records import decided, missed, record_of
 from .session import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Session
 from .traced import trace
 
@@ -38,12 +36,14 @@ _REAL_CALLS = "the results of the real calls"
 
 @dataclass(slots=True)
 class Account:
-    """Record one backward exactly once; ``started`` is the time of its call."""
+    """Record one backward exactly once; ``started`` is the time of its call, and ``served`` the variant of a hit whose
+    time counts."""
 
     session: Session
     settings: Settings
     started: float = field(default_factory=time.perf_counter)
     told: bool = False
+    served: Variant | None = None
 
     def bypass(self, reason: Bypass, misses: Sequence[Miss] = (), since: float | None = None) -> None:
         """Record that the eager engine has run the backward, from the time ``since`` on, or will. No-op if already
@@ -81,14 +81,16 @@ class RunAccount:
         """Return why nothing may be compiled for this backward; None if something may."""
         if (why := why_not_compile()) is not None:
             return why
-        return OVER_BUDGET if not self.call.admitted and ADMISSION.refuses(self.account.settings) else None
+        decision = decided(self.call, self.account.settings)
+        return None if decision.action is Action.COMPILE else decision.reason
 
     def left(self) -> float:
-        """Return the seconds that tracing may still take."""
-        if self.call.admitted:
-            return math.inf
+        """Return the seconds that tracing may still take; 0 if nothing may be compiled."""
+        decision = decided(self.call, self.account.settings)
+        if decision.action is not Action.COMPILE:
+            return 0.0
         taken = self.report.seconds["capture"] if self.handed.captured else 0.0
-        return ADMISSION.left(self.account.settings) - taken - self.report.seconds.get("lower", 0.0)
+        return decision.seconds - taken - self.report.seconds.get("lower", 0.0)
 
     def close_after(self, error: BaseException) -> None:
         """Close the account after ``error``, which is the user's. An error of this package must not replace it."""
@@ -110,7 +112,8 @@ class RunAccount:
             raise
         finally:
             self.account.tell(outcome, self.handed.captured, self.report.compiles, self.report.loads)
-            if self.handed.captured or len(self.report.seconds) > 2:  # than the walk and the run of a hit
+            decided_now = self.call.decision is not None
+            if decided_now or self.handed.captured or len(self.report.seconds) > 2:  # than walk and run of a hit
                 self._charge()
         if outcome.reasons or self.report.compiles or self.report.loads:
             trace(outcome, self.report, self.selection.variant)
@@ -141,7 +144,8 @@ class RunAccount:
             reasons.extend(report.misses)
         if report.uncompiled:
             refused = why_not_compile()
-            if report.over_budget or refused is not None:
+            not_yet = self.call.decision is not None and self.call.decision.reason is NOT_YET
+            if (report.over_budget and not not_yet) or refused is not None:
                 waits = "compile_budget is spent" if refused is None else refused.kind
             elif settings.on_miss == "background":
                 waits = "they are compiled in the background"
@@ -157,16 +161,17 @@ class RunAccount:
             variant.hits += 1
             proved = report.seconds.get("prove", 0.0)
             variant.ran += seconds - proved
-            if settings.tune and not proved:  # beside the real calls it takes longer than any later one
-                self.call.timed = AUTOTUNE.hit(variant, seconds, self.call.fingerprint, settings, self.call.trial)
-        if report.zeros and not report.compared and self._gave_zeros_alone(variant):
-            REFUSALS.gave_zeros(self.call.fingerprint, settings)
-        if variant is not None and any(each.instead is ONE_BY_ONE for each in report.failures):
+            if not proved:  # beside the real calls it takes longer than any later one
+                self.account.served = variant
+        leaves = settings.tune and settings.on_unsupported == "eager"
+        if leaves and report.zeros and not report.compared and self._gave_zeros_alone(variant):
+            LEDGER.refused(record_of(self.call), ALL_ZERO_GRADIENTS, is_costly=True)
+        if leaves and variant is not None and any(each.instead is ONE_BY_ONE for each in report.failures):
             if variant.cut_short == variant.hits and not report.compared:
-                REFUSALS.ran_call_by_call(self.call.fingerprint, settings)
+                LEDGER.refused(record_of(self.call), CALL_BY_CALL, is_costly=True)
             variant.cut_short = variant.hits
-        if OVER_BUDGET in reasons or (report.uncompiled and report.over_budget):
-            ADMISSION.missed(self.call.known, self.call.taken_from)
+        if self._is_left(reasons):
+            missed(self.call, OVER_BUDGET, report.seconds["run"])
         if not reasons and not report.compiles:
             return outcome
         cost = sum(report.seconds.get(stage, 0.0) for stage in ("lower", "compile"))
@@ -178,6 +183,11 @@ class RunAccount:
         outcome.reasons = tuple(reasons)
         return outcome
 
+    def _is_left(self, reasons: Sequence[object]) -> bool:
+        """Return whether the ledger left the backward, or some of its regions, without code."""
+        over = self.report.uncompiled and self.report.over_budget
+        return bool(over or OVER_BUDGET in reasons or NOT_YET in reasons)
+
     def _shares_all_code(self, variant: Variant) -> bool:
         """Return True if a variant that was not tried to be stored runs code that was compiled for other variants."""
         is_new = variant.entry is None and not variant.not_stored
@@ -188,20 +198,26 @@ class RunAccount:
         return variant is not None and self.report.zeros == len(variant.regions)
 
     def _charge(self) -> None:
-        """Add the seconds of making or loading the code to the cost of compiling."""
+        """Tell the ledger of the seconds of making or loading the code, and of a variant that it did not know."""
         report, variant, settings = self.report, self.selection.variant, self.account.settings
         stages = ["load"]
         stages += [] if report.background else ["lower", "compile"]  # what was compiled there was charged there
         stages += [] if settings.check_every else ["prove"]
         stages += ["capture"] if self.handed.captured else []
         spent = sum(report.seconds.get(stage, 0.0) for stage in stages)
-        if variant is None or not spent:
+        if variant is None:
             return
-        if report.over_budget and "lower" in report.seconds:
-            SPENDING.end(spent)
-        else:
-            SPENDING.charge(variant, spent, stored=variant.entry is not None and not report.compiles)
-        closing = ADMISSION.review(settings) if settings.compiles else None
+        record = record_of(self.call)
+        has_begun = "lower" in report.seconds and not report.background
+        if report.over_budget and (has_begun or (self.handed.captured and not report.loads)):
+            LEDGER.spent(record, spent)
+        elif has_begun:
+            LEDGER.compiled(record, variant, spent, settings)
+        elif report.loads or variant not in record.living():
+            LEDGER.loaded(record, variant, spent, settings)
+        elif spent:
+            LEDGER.spent_more(record, spent)
+        closing = LEDGER.closing(settings) if settings.compiles else None
         disk = None if closing is None else disk_for(settings)
         if disk is not None and closing is not None:
             disk.record(self.handed.graph, None, [closing])

@@ -9,56 +9,54 @@ from collections.abc import Callable
 from typing import Any
 
 from ..capture.unnamed import let_go_of_the_unnamed
-from ..diagnostics.bypass import OVER_BUDGET, reason_of_end
+from ..diagnostics.bypass import DDP_CPP_REDUCER, reason_of_end
 from ..errors import UnsupportedBackwardError
 from ..native.interface import Taken
-from ..policies.admission import ADMISSION, Tape
-from ..policies.autotune import AUTOTUNE
-from ..policies.medians import now
-from ..policies.refusals import REFUSALS
-from ..policies.sketches import Found
+from ..policies.clock import now
+from ..policies.decision import Record, State, next_action
+from ..policies.ledger import LEDGER, TIMED
 from ..settings import Settings
 from ..shadow_cache import Bypass
 from ..torch_api.version_differences import words_for_unused
 from .account import Account
 from .call import Call, HandedOver, RanInside, Refused, Results, Whole
 from .cuda.streams import STREAMS
-from .decide import decide, is_policy, look, looks
+from .decide import decide, is_policy
 from .execution import execute
 from .fast_path.arming import FAST_PATH
 from .native_hits import NATIVE_HITS
 from .own_loop.running import runner
+from .records import held, missed, record_of, watched
 from .seam import hand_over
 from .session import Session, thread
 from .whole.beside import may_run_twice
 from .whole.checks import CHECKS
 
+_UNSUPPORTED = "unsupported"
 _TRIES = 4
 """Maximum number of walks, if another thread changes the tape in each. Eager runs the backward then."""
 
 
 def run(session: Session, call: Call) -> Any:
     """Run a backward compiled where that can be done, else on the eager engine; gives what the engine would give."""
-    settings = session.settings
-    is_looked_at = looks(settings)
-    if call.create_graph:
-        thread.here.length = 0
-    elif is_looked_at:
-        found = look(call, session)
-        if found is not None and found.verdict is not None:
-            return _left_to_eager(session, call, found, found.verdict)
+    settings, here = session.settings, thread.here
+    record = watched(call) if LEDGER.watched and not call.create_graph else None
+    if record is not None:
+        reason = next_action(record, None).reason
+        if reason is not None:
+            return _left_to_eager(session, call, record, reason)
+    here.streak = 0
     account = Account(session, settings)
-    began, reason = 0.0 if call.trial is None else now(), None
+    timed = record if record is not None and record.state is State.TIMING else None
+    began = 0.0 if timed is None else now()
     try:
         reason = decide(call, settings)
-        if is_looked_at and (reason is None or call.trial is not None):
-            thread.here.goes_on()
         if reason is not None:
             return _refused(call, account, Refused(reason))
         if settings.check_every and CHECKS.may_be_next(settings):
             given = _whole(call, account)
         else:
-            known = FAST_PATH.serve(call, account) or NATIVE_HITS.hand_over(call, settings)
+            known = (record and FAST_PATH.serve(call, account)) or NATIVE_HITS.hand_over(call, settings)
             given = known or _engine_hands_over(call, settings, account)
         if isinstance(given, HandedOver):
             return _asked_for(call, execute(call, account, given))
@@ -69,9 +67,9 @@ def run(session: Session, call: Call) -> Any:
         interrupted(session, account.started, error, account)
         raise
     finally:
-        _ended(call, account, began)
-        if call.trial is not None and call.taken_from is not None and call.trial.doubts(call.timed, reason):
-            AUTOTUNE.compare(call.trial, call.taken_from, call.fingerprint())
+        let_go_of_the_unnamed()
+        if timed is not None and account.served is not None:
+            LEDGER.hit(timed, account.served, now() - began)
 
 
 def resume(
@@ -90,20 +88,14 @@ def resume(
         hand_over: says what was taken.
     """
     call, account = Call(*arguments, **named), Account(session, session.settings, started)
+    call.number = session.number
     try:
         return _asked_for(call, execute(call, account, hand_over(taken)))
     except BaseException as error:
         interrupted(session, started, error, account)
         raise
     finally:
-        _ended(call, account)
-
-
-def _ended(call: Call, account: Account, began: float = 0.0) -> None:
-    """Finish a backward. ``began`` is its start on the clock of trials, if it belongs to a trial."""
-    let_go_of_the_unnamed()
-    if call.timed is not None:
-        AUTOTUNE.took(call.timed, now() - began if call.trial else time.perf_counter() - account.started)
+        let_go_of_the_unnamed()
 
 
 def interrupted(session: Session, started: float, error: BaseException, account: Account | None = None) -> None:
@@ -113,16 +105,19 @@ def interrupted(session: Session, started: float, error: BaseException, account:
         account.bypass(*reason_of_end(error))
 
 
-def _left_to_eager(session: Session, call: Call, found: Found, verdict: Bypass) -> Any:
+def _left_to_eager(session: Session, call: Call, record: Record, reason: Bypass) -> Any:
     """Run a backward on eager, by an earlier decision about its tape. No more checks, since the tape may be small."""
-    started = time.perf_counter()
+    here = thread.here
+    clock = now if reason is TIMED else time.perf_counter
+    began = clock()
     try:
         return eager(call)
     finally:
-        seconds = time.perf_counter() - started
-        session.left_to_eager(verdict, seconds)
-        if call.looked_at and isinstance(found, Tape):
-            found.ran_on_eager(seconds)
+        seconds = clock() - began
+        session.left_to_eager(reason, seconds)
+        looks_away = session.looks_away and reason is not TIMED
+        skipped = here.leave(record, reason, session.number, session.may_loop) if looks_away else 0
+        LEDGER.ran_on_eager(record, reason, seconds, 1 + skipped)
 
 
 def _handed_over(call: Call, account: Account, looked: HandedOver | None = None) -> HandedOver | RanInside | Refused:
@@ -167,6 +162,9 @@ def _engine_hands_over(
     call: Call, settings: Settings, account: Account | None, looked: HandedOver | None = None
 ) -> HandedOver | RanInside | Refused:
     """Have the engine walk the tape. Without an account, the tape is not run."""
+    reason = held(call, settings)
+    if reason is not None:
+        return Refused(reason)
     plan = NATIVE_HITS.learn(call, settings)
     run_inside = None if account is None else functools.partial(_execute_inside, call, account, looked)
     for _ in range(_TRIES):
@@ -202,18 +200,21 @@ def _refused(call: Call, account: Account, refused: Refused) -> Any:
     if settings.on_unsupported == "raise" and not refused.mistake and not is_policy(reason):
         raise UnsupportedBackwardError(reason)
     if refused.miss is None and not (refused.mistake or refused.changed or call.create_graph):
-        REFUSALS.refused(call.fingerprint, settings, reason)
-    started, began = time.perf_counter(), 0.0 if call.trial is None else now()
+        _tell_of_refusal(call, settings, reason)
+    started = time.perf_counter()
     try:
-        results = eager(call)
-        took = 0.0 if call.trial is None else now() - began  # what is told besides is told in a trial alone
+        return eager(call)
     finally:
+        missed(call, reason, time.perf_counter() - started)
         account.bypass(reason, () if refused.miss is None else (refused.miss,), since=started)
-        if reason is OVER_BUDGET:
-            ADMISSION.missed(call.known, call.taken_from)
-    if call.trial is not None and AUTOTUNE.sent(reason):
-        AUTOTUNE.eager(call.trial, took)
-    return results
+
+
+def _tell_of_refusal(call: Call, settings: Settings, reason: Bypass) -> None:
+    """Have tapes that the engine or the capture refused left to eager, unless others like them were captured."""
+    if settings.on_unsupported == "eager" and reason.kind in (_UNSUPPORTED, DDP_CPP_REDUCER.kind):
+        record = record_of(call)
+        if not record.living():
+            LEDGER.refused(record, reason)
 
 
 def eager(call: Call) -> Any:

@@ -15,8 +15,7 @@ from ..cache.graphs import CompiledGraph
 from ..cache.variants import Handover, Variant
 from ..capture import tape
 from ..native.interface import Module, Plan, Taken
-from ..policies.admission import Tape
-from ..policies.autotune import Trial
+from ..policies.decision import Decision
 from ..shadow_cache import Bypass, Miss
 
 _MAX_VARIANTS = 4
@@ -34,33 +33,12 @@ class Call:
     inputs: Sequence[Any]
     allow_unreachable: bool
     accumulate_grad: bool
-    trial: Trial | None = None
-    """The tuning trial of this tape; None if not looked up or none exists."""
-    timed: Trial | None = None
-    """The trial that this call's time as a hit counts for."""
-    known: Tape | None = None
-    """The record of this tape, if compiling has cost too much and the record was looked up."""
-    admitted: bool = False
-    """True: compile although the budget is spent."""
-    looked_at: bool = False
-    """True if the record was not found by the sketch."""
-    taken_from: Hashable = None
-    """The key of the sketch that led to this record, if one did."""
-    sketched: Hashable = None
-    """Its sketch, after the first request."""
-    _fingerprint: int | None = None
-
-    def fingerprint(self) -> int:
-        """See :func:`tape.fingerprint`. It is read once: when a backward has run, its tape is gone."""
-        if self._fingerprint is None:
-            self._fingerprint = tape.fingerprint(self.outputs, self.inputs)
-        return self._fingerprint
-
-    def sketch(self, thread: tape.KnowsLastRoot) -> Hashable:
-        """See :func:`tape.sketch`. It is asked for once."""
-        if self.sketched is None:
-            self.sketched = tape.sketch(self.outputs, self.inputs, thread)
-        return self.sketched
+    number: int = 0
+    """The session's number: see :meth:`Ledger.number`."""
+    key: Hashable = None
+    """The key of its record, once it was asked for."""
+    decision: Decision | None = None
+    """The decision if there is no code for it, once it was made."""
 
     def description(self) -> int:
         """Hash the properties of the tape that Python can read. Tapes of one structure have one hash, but other tapes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -17,12 +17,10 @@ from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
 from ..cache.graphs import USES
-from ..capture.tape import sketch
 from ..diagnostics.bypass import CREATE_GRAPH, DEEP, MAX_NESTED
 from ..diagnostics.structured_trace import is_on
 from ..native.interface import FastPath, Module
 from ..policies.own_loop import OWN_LOOPS
-from ..policies.sketches import SKETCHES, UNKNOWN
 from ..runtime.running_backward import Running
 from ..shadow_cache import Bypass, default_dir
 from ..threads.gate import GATE, threads_running
@@ -68,7 +66,7 @@ class Engine(_ImperativeEngine):
             here.unseen  # this comes first, and is short: it may be a small backward
             and session is not None
             and here.number == session.number
-            and here.known.left > 0
+            and here.record.reason is here.verdict
             and not (create_graph or (accumulate_grad and here.looped))
         ):
             here.unseen -= 1
@@ -84,15 +82,15 @@ class Engine(_ImperativeEngine):
         if create_graph and backward.STREAMS.in_use and (session is None or session.leaves_at_once):
             backward.STREAMS.differentiable(tensors)
         if session is None:
-            here.length = 0
             return on_eager(here, *arguments)
-        verdict, sketched, started = None, None, 0.0
+        verdict, started = None, 0.0
         if (create_graph or inputs) and session.leaves_at_once and not GATE.line and here.depth <= MAX_NESTED:
             verdict = CREATE_GRAPH if create_graph else by_arguments(grad_tensors, keep_graph, inputs, accumulate_grad)
         if verdict is not None:
-            started, here.length = perf_counter(), 0
-        elif not create_graph and (here.unseen or SKETCHES.known):
-            verdict, sketched = _by_its_root(here, session, tensors, inputs)
+            started = perf_counter()
+        elif here.unseen and here.record.reason is here.verdict and here.number == session.number and not create_graph:
+            verdict = here.verdict  # it may run in the own loop
+            here.unseen -= 1
         deep = here.depth > MAX_NESTED and not create_graph
         if verdict is None and deep and session.settings.on_unsupported != "raise":  # not much of the stack is left
             verdict, started = DEEP, perf_counter()
@@ -109,7 +107,7 @@ class Engine(_ImperativeEngine):
                         left.timed, left.last, left.seconds = left.count, seconds, left.seconds + seconds
                 else:
                     _left(session, verdict, perf_counter() - started if started else None)
-        return backward.run(session, Call(*arguments, sketched=sketched))
+        return backward.run(session, Call(*arguments, number=session.number))
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
         """Run ``callback`` when the backward that is running is done."""
@@ -141,27 +139,6 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 gradients, FSDP."""
 
 
-def _by_its_root(
-    here: Here, session: Session, outputs: Sequence[Any], inputs: Sequence[Any]
-) -> tuple[Bypass | None, Hashable]:
-    """Return the cached decision for this root, or for those before it, and the sketch, if there is one."""
-    number, verdict = session.number, None
-    if here.away and here.known.left > 0 and here.number == number:
-        verdict = here.verdict
-        if here.unseen:
-            here.unseen -= 1
-            return verdict, None
-    sketched = sketch(outputs, inputs, here)
-    known = SKETCHES.known.get((number, sketched), UNKNOWN)
-    if verdict is not None and known is UNKNOWN and sketched is not None:
-        here.known.left -= 1  # the next one's tells
-        here.were_not_alike()
-        return verdict, None
-    if here.number != number:  # tapes that were left under other settings say nothing of these
-        here.streak = 0
-    return here.took_for(known, number, session.looks_away), sketched
-
-
 def _left(session: Session, verdict: Bypass, seconds: float | None) -> None:
     """Count a backward that was left to eager, the first one in a row for that reason; with ``seconds``, one that was
     left for what its arguments say."""
@@ -175,9 +152,11 @@ def _left(session: Session, verdict: Bypass, seconds: float | None) -> None:
 
 def _runner(here: Here, session: Session) -> Callable[..., Any]:
     """Return the function that runs a backward that accumulates: see :func:`running.runner`."""
-    if not session.may_loop or not here.known.tries.is_time():
+    tries = here.record.loop
+    if not session.may_loop or tries.left:
+        tries.left = max(0, tries.left - 1)
         return on_eager
-    here.tries = here.known.tries
+    here.tries = tries
     return in_own_loop
 
 

@@ -24,10 +24,9 @@ from ..diagnostics.reporting import failure_of, logs_nodes
 from ..errors import CacheMissError, GradientMismatchError
 from ..guards.ambient import Ambient, ambient
 from ..ir import nan_checks
-from ..policies.admission import ADMISSION
-from ..policies.autotune import AUTOTUNE
 from ..policies.background import BACKGROUND
-from ..policies.spending import SPENDING
+from ..policies.decision import Action
+from ..policies.ledger import LEDGER, waits
 from ..policies.worker_process import WORKER
 from ..runtime.program import Program
 from ..runtime.running_backward import Ends, Running
@@ -46,6 +45,7 @@ from .account import Account, RunAccount
 from .call import Call, HandedOver, KnownShapes, Results
 from .fast_path.arming import FAST_PATH
 from .native_hits import NATIVE_HITS
+from .records import record_of
 from .session import HIT, Here, Outcome, thread
 from .whole.beside import Beside, asked_for, may_run_beside
 from .whole.checks import CHECKS
@@ -282,8 +282,7 @@ def _ran_alone(call: Call, account: Account, handed: HandedOver, shapes: KnownSh
         seconds = ended - account.started
         variant.hits += 1
         variant.ran += seconds
-        if settings.tune:
-            call.timed = AUTOTUNE.hit(variant, seconds, call.fingerprint, settings, call.trial)
+        account.served = variant
     finally:
         account.tell(outcome)
     FAST_PATH.hand(variant, native, handed.graph, shapes, settings)
@@ -293,12 +292,12 @@ def _ran_alone(call: Call, account: Account, handed: HandedOver, shapes: KnownSh
 def _allow(run: RunAccount, context: RunContext) -> None:
     """Decide whether, and where, missing regions are compiled. Those of a variant that was just made always are."""
     settings, context.left = run.account.settings, run.left
-    if not run.selection.reasons and not run.call.admitted and settings.compiles and ADMISSION.is_closed_for(settings):
-        run.report.over_budget = True
+    decision = run.call.decision
+    run.report.over_budget = decision is not None and decision.action is not Action.COMPILE
     refused = run.report.over_budget or why_not_compile() is not None
-    if refused or settings.on_miss != "compile":
+    if refused or not (settings.compiles and waits(settings)):
         context.may_compile = False
-    if settings.on_miss == "background" and not refused:
+    if settings.compiles and not waits(settings) and not refused:
         context.submit = functools.partial(_submit, run, run.ambient_state)
 
 
@@ -320,17 +319,26 @@ def _submit(run: RunAccount, ambient_state: Ambient, program: Program, step: Reg
     variant, settings = run.selection.variant, run.account.settings
     session, graph = run.account.session, run.handed.graph
     assert variant is not None
+    if run.left() <= 0.0:
+        run.report.over_budget = True
+        return
 
-    def charge(seconds: float) -> None:
+    record = record_of(run.call)
+
+    def ended(seconds: float) -> None:
         if seconds:
             session.compiled_beside(graph, seconds)
-        SPENDING.charge(variant, seconds)
-        ADMISSION.review(settings)
+        LEDGER.ended(record, variant, ended, seconds, settings)
 
+    will_end = False
     try:
-        BACKGROUND.submit(program, step, slots, run.call.fingerprint(), ambient_state, charge)
+        LEDGER.begins(record, variant, ended)
+        will_end = BACKGROUND.submit(program, step, slots, ambient_state, ended)
     except Exception as error:  # noqa: BLE001  a later step tries again
         raise_what_a_handler_raised(error)
         if WORKER.ended:  # Python is about to end, and imports no more
             return
         run.report.failures.append(failure_of("submit", program.region_compiler.backend.name, step.region, error))
+    finally:
+        if not will_end:
+            LEDGER.ended(record, variant, ended, 0.0, settings)

@@ -23,6 +23,7 @@ from ..diagnostics.progress import Wait
 from ..lowering.tracing import modes_on
 from ..native.interface import Found, Module, Plan, Taken
 from ..native.library import Library
+from ..policies.ledger import waits
 from ..process_state import PROCESS, WeaklyReferred
 from ..settings import Settings
 from ..shadow_cache import default_dir
@@ -64,17 +65,24 @@ class NativeHits:
     """The plans of a process, the one that served last first.
 
     Attributes:
-        library: the library of the extension; None before the first request.
         hits: the number of tapes found.
     """
 
     def __init__(self) -> None:
-        self.library: Library | None = None
         self.hits = 0
         self._learnt: list[_Learnt] = []
         self._last: _Learnt | None = None
         self._refused: weakref.WeakKeyDictionary[CompiledGraph, int] = weakref.WeakKeyDictionary()
         self._wanted = 0
+
+    @property
+    def library(self) -> Library | None:
+        """The library of the extension; None before the first request."""
+        return Library.LATEST
+
+    @library.setter
+    def library(self, library: Library | None) -> None:
+        Library.LATEST = library
 
     def forget(self) -> None:
         """Forget all plans."""
@@ -187,11 +195,12 @@ class NativeHits:
         Args:
             build: begin to build it where it is not there, unless ``cache_dir`` is False and ``native`` is None.
         """
-        return self._found(settings).module(build=bool(settings.native or (build and settings.cache_dir is not False)))
+        build = bool(settings.native or (build and settings.cache_dir is not False))
+        return self._found(settings).module(build=build)
 
     def built(self, settings: Settings) -> Module | None:
         """Return the extension as :meth:`module` does, but wait until it is built where it would begin to build it."""
-        if settings.on_miss != "compile" or not (settings.native or settings.cache_dir is not False):
+        if not (settings.compiles and waits(settings)) or not (settings.native or settings.cache_dir is not False):
             return self.module(settings)
         with Wait(settings.progress).shown(lambda: ("building the extension in C++", "once for this PyTorch")):
             return self._found(settings).built()
@@ -200,7 +209,7 @@ class NativeHits:
         where = settings.cache_dir
         if self.library is None:
             folder = default_dir() if where is None or isinstance(where, bool) else Path(where).expanduser()
-            self.library = Library.LATEST = Library(folder / "native")
+            self.library = Library(folder / "native")
         return self.library
 
 

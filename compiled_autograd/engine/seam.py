@@ -21,7 +21,6 @@ from .. import ir
 from ..backends.garbage_collection import RARELY
 from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..cache.graphs import GRAPHS, MAX_STRUCTURES
-from ..cache.stores import disk_for
 from ..cache.variants import Handover
 from ..capture import tape
 from ..capture.capture import Capture
@@ -29,6 +28,7 @@ from ..capture.grad_dtypes import refuse_others
 from ..capture.view_writes import NAME, VIEW_WRITES
 from ..diagnostics.bypass import (
     DDP_CPP_REDUCER,
+    NOT_YET,
     ON_MISS,
     OVER_BUDGET,
     TORCH_COMPILED_AUTOGRAD,
@@ -41,7 +41,8 @@ from ..diagnostics.progress import Wait
 from ..diagnostics.structure_misses import with_title
 from ..errors import BrokenCaptureError, CaptureRefusedError
 from ..ir.order import in_engine_order
-from ..policies.admission import ADMISSION
+from ..policies.decision import Action, Decision
+from ..policies.ledger import LEDGER
 from ..process_state import PROCESS
 from ..settings import Settings
 from ..shadow_cache import Miss
@@ -56,6 +57,7 @@ from .cuda.devices import cuda_device
 from .execution import depth
 from .handles import KEPT, Handle, may_be_kept
 from .native_hits import NATIVE_HITS, learns_of_reducers, may_move_aside
+from .records import decided, record_of
 
 MAX_REPORTS = 8 * MAX_STRUCTURES
 """Number of reports after which the engine's cache is cleared, so that tapes are captured again. The engine keeps data
@@ -192,7 +194,8 @@ def _asked(call: Call, settings: Settings, run_inside: RunInside | None) -> Hand
         _have_it_walk(walk)
     except CaptureRefusedError as refused:
         if refused.reason is OVER_BUDGET and walk.capture is not None and walk.asks_store is None:
-            ADMISSION.end(settings, time.perf_counter() - walk.capture.began)
+            LEDGER.spent(record_of(call), time.perf_counter() - walk.capture.began)
+            call.decision = Decision(Action.EAGER, OVER_BUDGET)
         return Refused(refused.reason, walk.told(), refused.mistake)
     except Exception as error:
         raise_what_a_handler_raised(error)
@@ -277,13 +280,13 @@ def _begin() -> Capture:
     KEPT.reports += 1
     if KEPT.reports >= MAX_REPORTS:
         KEPT.must_forget = True
-    if walk.settings.compiles and not walk.call.admitted and ADMISSION.refuses(walk.settings):
-        if disk_for(walk.settings) is None or not ADMISSION.may_ask_store():
-            raise CaptureRefusedError(OVER_BUDGET)
+    decision = decided(walk.call, walk.settings) if walk.settings.compiles else Decision(Action.SERVE)
+    if decision.action is Action.EAGER and decision.reason is not None:
+        raise CaptureRefusedError(decision.reason)
+    if decision.action is Action.ASK:
         walk.asks_store = time.perf_counter()
     capture = Capture(_finish, walk.call.inputs)
-    if not walk.call.admitted and walk.asks_store is None:
-        capture.until = capture.began + ADMISSION.left(walk.settings)
+    capture.until = capture.began + decision.seconds
     walk.begin_report(capture)
     return capture
 
@@ -309,12 +312,11 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
             raise CaptureRefusedError(why)
         if not may_be_kept(walk.settings, ordered, keys, walk.asks_store is None):
             if walk.asks_store is not None:
-                ADMISSION.asked_store(time.perf_counter() - walk.asks_store)
-                raise CaptureRefusedError(OVER_BUDGET)
+                LEDGER.asked_store(record_of(call), time.perf_counter() - walk.asks_store)
+                raise CaptureRefusedError(decided(call, walk.settings).reason or NOT_YET)
             KEPT.left_to_eager.add(call.description())
             raise CaptureRefusedError(ON_MISS)
         graph = KEPT.new_graph(ordered, keys)
-        ADMISSION.captured(call.fingerprint())
     else:
         graph.met += 1
     written = any(each.name == NAME for each in captured.calls)

@@ -17,16 +17,16 @@ from ..errors import WrongUseError
 from ..native.library import Library, why_unsupported
 from ..outcomes import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, TUNING, Outcome, Stats
 from ..policies.background import BACKGROUND
+from ..policies.ledger import LEDGER
 from ..policies.own_loop import OWN_LOOPS, why_off
-from ..policies.sketches import SKETCHES, UNKNOWN, Looks
 from ..process_state import PROCESS, OfThread, free_in_child
 from ..report.step_log import Compile, Hit, LeftToEager, StepEvent, StepLog, hits_in, keep_hit
 from ..report.summary import AT_EXIT, Summary
-from ..runtime.running_backward import Running
 from ..settings import Settings
 from ..shadow_cache import Bypass, Failure
 from ..shadow_cache.safe_text import preformatted
 from ..threads.forks import unless_inside
+from .here import Here
 
 _EVERYWHERE: list[Session] = PROCESS.register([])
 """The sessions that each new thread starts in."""
@@ -62,7 +62,7 @@ class Session:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.number = SKETCHES.number(settings)
+        self.number = LEDGER.number(settings)
         self.may_loop = not why_off(settings)
         self.looks_away = settings.looks_away
         self.leaves_at_once = settings.may_compile and settings.on_unsupported != "raise"
@@ -356,30 +356,8 @@ class Disabled:
         _leave(None)
 
 
-class Here(Looks):
-    """State of one thread, in one object, since each access to thread-local data takes a while.
-
-    Attributes:
-        stack: the sessions that the thread is in, None for ``disable``.
-        running: its innermost compiled backward; None where an eager one was called inside it.
-        depth: the number of compiled backwards that the thread is in.
-        ident: the thread's identifier in ``threading``.
-        tries: tries of the own loop on the current tape.
-    """
-
-    __slots__ = ("depth", "ident", "running", "stack", "tries")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack: list[Session | None] = list(_EVERYWHERE)
-        self.running: Running | None = None
-        self.depth = 0
-        self.ident = threading.get_ident()
-        self.tries = UNKNOWN.tries
-
-
 class _Thread(threading.local):
-    here = OfThread(Here)
+    here = OfThread(lambda: Here(_EVERYWHERE))
 
 
 thread = PROCESS.register(_Thread())

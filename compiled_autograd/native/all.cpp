@@ -6,6 +6,7 @@
 #include "walk/plan.cpp"
 #include "walk/walk.cpp"
 
+#include "peek.cpp"
 #include "taken.cpp"
 
 #include "fast_path/readers.cpp"

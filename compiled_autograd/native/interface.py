@@ -93,14 +93,12 @@ class FastPath(Protocol):
         gradients: Sequence[Any],
         keep_graph: bool,
         account: Any,
-        is_timed: bool,
     ) -> Any:
         """Serve a ``loss.backward()`` that Python's policies have looked at.
 
         Args:
             account: has ``started``, the time of the call by ``time.perf_counter``; and ``told``, which is set together
                 with the session's count.
-            is_timed: Python times the run.
 
         Returns:
             The variant that has run it, and the seconds in all. If the tape was taken but not run: the result of
@@ -131,8 +129,9 @@ class Module(Protocol):
         settings: Any,
         structure: weakref.ref[Any],
         variant: weakref.ref[Any],
-        tunes: bool,
-        questions: tuple[Sequence[Question], Sequence[Question], Sequence[Question]],
+        watched: dict[Any, Any],
+        number: int,
+        questions: tuple[Sequence[Question], Sequence[Question]],
         hand_over: Callable[[Taken], Any],
         may_write: Callable[[], bool],
         write: Callable[[list[torch.Tensor | None], list[torch.Tensor | None]], None],
@@ -142,9 +141,9 @@ class Module(Protocol):
 
         Args:
             shapes: the number that the plan has for the hit's shapes.
-            tunes: leave a hit to Python if the variant may be timed.
-            questions: those of policies, which are not checked if Python has done so; those checked before the walk;
-                and those checked once the tape is taken.
+            watched: keys of tapes that are left to Python, unless Python has looked them up.
+            number: the seed of these keys: see :meth:`peek`.
+            questions: those checked before the walk, and those checked once the tape is taken.
             hand_over: makes the Python object for a tape with which Python has to go on.
             may_write, write: of :meth:`Taken.run`: the check before, and the function for its results.
             counter: counts hits in its attribute of that name.
@@ -209,6 +208,10 @@ class Module(Protocol):
             order_shows: a tape whose nodes were made in another order is another.
             captures: the gradients of inputs are asked for, and not added to theirs.
         """
+
+    def peek(self, outputs: Sequence[Any], inputs: int, seed: int) -> int | None:
+        """Return a hash of the seed, the number of inputs, and the classes and numbers of edges of the tape's first
+        nodes, at most 64, level by level. None if an output is no tensor. About a microsecond."""
 
     def program(self, function: Any, arguments: Sequence[int], gives: Sequence[int]) -> HostedProgram:
         """Make the compiled code of a region.

@@ -52,7 +52,7 @@ class Library:
         self.reason = BEING_BUILT
         self._folder = folder
         self._name = ""
-        self._module: Module | None = None
+        self.loaded: Module | None = None
         self._looked = self._began = -math.inf
 
     def module(self, build: bool = True) -> Module | None:
@@ -62,7 +62,7 @@ class Library:
             build: have it built where it is not there.
         """
         if self.reason != BEING_BUILT:
-            return self._module
+            return self.loaded
         now = time.monotonic()
         if now - self._looked >= _SECONDS_BETWEEN_LOOKS:
             self._looked = now
@@ -71,7 +71,7 @@ class Library:
             except (OSError, ImportError) as error:
                 raise_what_a_handler_raised(error)  # a TimeoutError is an OSError
                 self.reason = str(error)
-        return self._module
+        return self.loaded
 
     def built(self) -> Module | None:
         """The extension, built first where it is not there, here or by a process that builds it already."""
@@ -111,7 +111,7 @@ class Library:
             return f"{target} was built for something else"
         wrong = why_wrong(module)
         if not wrong:
-            self._module = module
+            self.loaded = module
         return wrong
 
 

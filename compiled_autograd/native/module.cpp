@@ -6,6 +6,7 @@
 #include "fast_path/entry.h"
 #include "fast_path/hit.h"
 #include "own_loop/loop.h"
+#include "peek.h"
 #include "reducer.h"
 #include "taken.h"
 
@@ -223,7 +224,8 @@ PyObject* apart(PyObject*, PyObject* function) {
 PyMethodDef functions[] = {
     {"apart", apart, METH_O, "(function) -> what it gives, called in the state of a new thread."},
     {"fast_hit", new_fast_hit, METH_VARARGS,
-     "(plan, program, shapes, settings, structure, variant, tunes, questions, hand_over, may_write, write, counter) "
+     "(plan, program, shapes, settings, structure, variant, watched, number, questions, hand_over, may_write, write, "
+     "counter) "
      "-> FastHit."},
     {"fast_path", new_fast_path, METH_VARARGS, "(fallback, resume, interrupted, thread, uses) -> FastPath."},
     {"move_aside", move_aside, METH_O,
@@ -246,6 +248,10 @@ PyMethodDef functions[] = {
      "() -> the nodes of such a one in the order in which they run; else None."},
     {"learn", learn, METH_VARARGS,
      "(outputs, gradients, order_shows, inputs, captures) -> Plan, or the reason why not."},
+    {"peek", peek, METH_VARARGS,
+     "(outputs, inputs, seed) -> a hash of the seed, the number of inputs, and the tape's first nodes; None if an "
+     "output "
+     "is no tensor."},
     {"program", new_program, METH_VARARGS,
      "(function, arguments, gives) -> Program: what a region was compiled to, which of a handover's tensors it takes; "
      "for "

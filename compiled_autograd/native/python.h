@@ -63,6 +63,8 @@ PyObject* or_error(Act act) {
   try {
     return act();
   } catch (const PythonError&) {
+  } catch (const Refused& refused) {
+    PyErr_SetString(PyExc_RuntimeError, refused.reason.c_str());
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
   }

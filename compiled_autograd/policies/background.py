@@ -10,7 +10,6 @@ import contextvars
 import queue
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,22 +21,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .. import ir
 from ..backends import Backend
 from ..backends.inductor.randomness import compiles_beside
-from ..diagnostics import bypass
 from ..diagnostics.reporting import failure_of, warn_of
 from ..diagnostics.users_line import users_line, work_is_for
 from ..errors import UntraceableError
 from ..guards.ambient import Ambient, ambient, compile_state
 from ..lowering.region_compiler import COMPILING
 from ..lowering.stored_regions import Made
-from ..native.interface import Question
 from ..process_state import PROCESS
-from ..shadow_cache import Bypass
 from ..steps.memory import has_bit
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep, Slots
 from ..threads.forks import compiles_under
+from ..torch_api.fx_traces import trace_alone
 from ..torch_api.version_differences import prepare_fake_tensors
-from .sketches import BELIEVED, SKETCHES
+from .ledger import LEDGER
 from .worker_process import WORKER, ProcessEndsError, compile_elsewhere
 
 if TYPE_CHECKING:
@@ -46,28 +43,18 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A region to compile, and stand-ins for its values. ``charge`` gets the seconds of the compile."""
+    """A region to compile, and stand-ins for its values. ``ended`` gets the seconds of the compile, 0 if it came to
+    nothing."""
 
     program: Program
     step: RegionStep
     slots: Slots
     kind: tuple[Any, ...]
-    tape: int
     context: contextvars.Context
     ambient_state: Ambient
-    charge: Callable[[float], None]
+    ended: Callable[[float], None]
 
 
-@dataclass(slots=True, eq=False)
-class BeingCompiled:
-    """Found of each tape of which something is being compiled: see :class:`~.sketches.Found`."""
-
-    verdict: Bypass | None = bypass.COMPILING
-    left: int = BELIEVED
-    takes: float = 0.0
-
-
-BEING_COMPILED = PROCESS.register(BeingCompiled())
 _IMPORTING = compiles_under(threading.RLock())
 """A child that is forked meanwhile compiles nothing: it would wait forever for the rest of some module."""
 _LAST_SECONDS = 2.0
@@ -81,43 +68,36 @@ class Background:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # itself it is locked by functions of Python's: see the gate
-        self._tapes: Counter[int] = Counter()
+        self._jobs_left = 0
         self._submitted: set[tuple[int, tuple[Any, ...]]] = set()
         self._thread: threading.Thread | None = None
         self._imported: set[str] = set()
 
-    def busy_with(self, tape: int) -> bool:
-        """Return whether a region of the tapes with this fingerprint is being compiled."""
-        return tape in self._tapes
-
     @property
     def busy(self) -> bool:
         """Return whether any region is being compiled."""
-        return bool(self._tapes)
-
-    def questions(self) -> list[Question]:
-        """Return questions with which C++ checks that no region is."""
-        return [(self._tapes.__len__, None, 0)]
+        return bool(self._jobs_left)
 
     def submit(
         self,
         program: Program,
         step: RegionStep,
         slots: Slots,
-        tape: int,
         ambient_state: Ambient,
-        charge: Callable[[float], None] = lambda seconds: None,
-    ) -> None:
+        ended: Callable[[float], None],
+    ) -> bool:
         """Have a region compiled for the values in hand, unless that is under way. Milliseconds, but the first time:
         then the backend is imported.
 
         Args:
-            tape: its fingerprint.
-            charge: told how many seconds it took to lower and compile it.
+            ended: called when that has ended, with the seconds of lowering and compiling; 0 if it came to nothing.
+
+        Returns:
+            Whether ``ended`` will be called.
         """
         kind = program.region_compiler.kind(step, slots)
         if (id(step), kind) in self._submitted or WORKER.ended:
-            return
+            return False
         backend = program.region_compiler.backend
         if backend.name not in self._imported:
             with _IMPORTING:
@@ -127,23 +107,23 @@ class Background:
         stand_ins = [memoryless(value) if slot in needed else None for slot, value in enumerate(slots)]
         context = contextvars.copy_context()  # it has what the thread has set of Inductor's settings
         context.run(work_is_for, users_line())
-        job = Job(program, step, stand_ins, kind, tape, context, ambient_state, charge)
+        job = Job(program, step, stand_ins, kind, context, ambient_state, ended)
         with self._lock:
             if (id(step), kind) in self._submitted or WORKER.ended:
-                return
+                return False
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="compiled_autograd", daemon=True)
                 thread.start()
                 self._thread = thread
             self._submitted.add((id(step), kind))
-            self._tapes[tape] += 1
+            self._jobs_left += 1
             self._jobs.put(job)  # last: what was not handed on is not waited for
-        SKETCHES.forget()  # tapes that went on until now
+        return True
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is being compiled; False if that took more than ``timeout`` seconds."""
         with self._lock:
-            return self._changed.wait_for(lambda: not self._tapes, timeout)
+            return self._changed.wait_for(lambda: not self._jobs_left, timeout)
 
     def stop(self) -> None:
         """End the process that compiles; the thread too, if it is idle or nearly so: one that is in the midst of C++ at
@@ -157,30 +137,29 @@ class Background:
     def reset_after_fork(self) -> None:
         """Forget all jobs in a forked child, which has no such thread. Their regions are submitted again when they
         occur."""
-        tapes = self._tapes  # the fast path asks this very one
-        tapes.clear()
-        SKETCHES.forget()
         self.__init__()  # type: ignore[misc]
-        self._tapes = tapes
+        LEDGER.nothing_compiles()
 
     def _work(self) -> None:
         compiles_beside()
+        trace_alone()
         while True:
             job = self._jobs.get()
             if job is None:
                 return
+            seconds = 0.0
             try:
                 if not WORKER.ended:  # else the process ends
                     with _yielding():
-                        job.context.run(_compile, job)
+                        seconds = job.context.run(_compile, job)
             finally:
-                with self._lock:
-                    self._submitted.discard((id(job.step), job.kind))
-                    self._tapes[job.tape] -= 1
-                    if not self._tapes[job.tape]:
-                        del self._tapes[job.tape]
-                        SKETCHES.forget()
-                    self._changed.notify_all()
+                try:
+                    job.ended(seconds)
+                finally:
+                    with self._lock:
+                        self._submitted.discard((id(job.step), job.kind))
+                        self._jobs_left -= 1
+                        self._changed.notify_all()
             del job
 
 
@@ -221,7 +200,8 @@ class _OtherStateError(BaseException):
     a later step in the job's state submits the region again."""
 
 
-def _compile(job: Job) -> None:
+def _compile(job: Job) -> float:
+    """Return the seconds of lowering and compiling."""
     region_compiler, context = job.program.region_compiler, RunContext()
 
     def compile(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Made:
@@ -232,25 +212,25 @@ def _compile(job: Job) -> None:
 
     try:
         if not _in_same_state(job):
-            return
+            return 0.0
         with COMPILING, torch.no_grad():
             if region_compiler.find(job.step, job.slots)[0]:  # a step of another session has compiled it meanwhile
-                return
+                return 0.0
             if not region_compiler.load(job.step, job.slots, context):
                 region_compiler.compile_region(job.step, job.slots, context, compile)
     except (_OtherStateError, ProcessEndsError):
-        return
+        return 0.0
     except UntraceableError as error:
         job.program.leave_opaque(job.step, error, context.report.failures)
     except Exception as error:  # noqa: BLE001  the thread must live on; the region's calls go on one by one
         context.report.failures.append(failure_of("compile", region_compiler.backend.name, job.step.region, error))
         job.step.add(job.kind, [None])
     if WORKER.ended:  # half of the interpreter is gone: the failure is not the graph's, and no step follows
-        return
+        return 0.0
     for failure in context.report.failures:
         warn_of(failure)
     region_compiler.finished.append(context.report)
-    job.charge(sum(context.report.seconds.get(stage, 0.0) for stage in ("lower", "compile")))
+    return sum(context.report.seconds.get(stage, 0.0) for stage in ("lower", "compile"))
 
 
 def _in_same_state(job: Job) -> bool:

@@ -15,7 +15,7 @@ from ..shadow_cache.amounts import seconds
 from ..shadow_cache.miss_kinds import NO_MISSES, explain
 from .step_log import StepEvent
 
-_COMPILING = "compiling"
+_COMPILING, _NOT_YET = "compiling", "not_yet"
 _SAME_TAPE = frozenset({TUNING, _COMPILING})
 """Bypasses of a tape that hits as well."""
 _OFTEN = 0.1
@@ -99,9 +99,11 @@ def what_next(stats: Stats, worth: Worth, spent: float, events: Sequence[StepEve
     if stats.failures:
         return "report what failed: gradients are right, but a slower way was taken; see `shadow-cache env`"
     ((most, _),) = Counter(stats.bypasses).most_common(1) or [("", 0)]
-    if most == _COMPILING and not stats.hits:
+    if most in (_COMPILING, _NOT_YET) and _COMPILING in stats.bypasses and not stats.hits:
         return "run on: compiling has not ended yet"
     left = Counter({label: count for label, count in stats.bypasses.items() if label != _COMPILING})
+    if stats.hits:  # those before the first compile of what hits now
+        del left[_NOT_YET]
     if left.total() > _OFTEN * stats.backwards:
         ((label, _),) = left.most_common(1)
         kind = NO_MISSES.get(label)

@@ -243,6 +243,8 @@ class Program:
                 if not found and region_compiler.load(step, slots, context):
                     found, compiled = region_compiler.find(step, slots)
                 if not found and context.may_compile:
+                    if context.left() <= 0.0:
+                        raise OverBudgetError
                     found, compiled = True, self._compile(step, slots, context)
         except OverBudgetError:
             found, context.may_compile, context.report.over_budget = False, False, True

@@ -22,11 +22,7 @@ from ...diagnostics import bypass
 from ...diagnostics.reporting import questions_about_log
 from ...guards import ambient
 from ...native.interface import FastHit, FastPath, Module, Question
-from ...policies.admission import ADMISSION
-from ...policies.autotune import AUTOTUNE
-from ...policies.background import BACKGROUND
-from ...policies.refusals import REFUSALS
-from ...policies.sketches import SKETCHES
+from ...policies.ledger import LEDGER
 from ...process_state import PROCESS
 from ...runtime.native_run import NativeRun
 from ...settings import Settings
@@ -122,8 +118,9 @@ class FastPaths:
             settings,
             weakref.ref(graph),
             reference,
-            settings.tune,
-            (_of_policies(settings), self._before_the_walk(), asked),
+            LEDGER.watched,
+            LEDGER.number(settings),
+            (self._before_the_walk(), asked),
             shapes.hand_over,
             CLAIMS.none_needed,
             native.write,
@@ -139,18 +136,16 @@ class FastPaths:
             The handed-over tape, if it has not run yet. None: the tape is whole.
         """
         path = self._path
-        if path is None or not path.hits or not _is_left_to_policies(account.settings):
+        if path is None or not path.hits:
             return None
         if call.inputs or call.create_graph or not call.accumulate_grad:
             return None
         account.session.count_left()
         # It says in the account whether it has counted: an interrupt may come before anything here does.
-        given = path.serve(call.outputs, call.grads, call.keep_graph, account, call.trial is not None)
+        given = path.serve(call.outputs, call.grads, call.keep_graph, account)
         if not isinstance(given, tuple):
             return given
-        variant, seconds = given
-        if account.settings.tune:
-            call.timed = AUTOTUNE.hit(variant, seconds, call.fingerprint, account.settings, call.trial)
+        account.served, _ = given
         return RanInside(())
 
     def _before_the_walk(self) -> list[Question]:
@@ -167,18 +162,6 @@ class FastPaths:
         self._handed = handed
         if self._path is not None:
             self._path.hits = tuple([each.hit for each in handed])
-
-
-def _is_left_to_policies(settings: Settings) -> bool:
-    """Return whether Python comes first, since a policy may have to look at the tape."""
-    others = AUTOTUNE.active or REFUSALS.active or ADMISSION.closed or bool(SKETCHES.known)
-    return others or (settings.on_miss == "background" and BACKGROUND.busy)
-
-
-def _of_policies(settings: Settings) -> list[Question]:
-    """Return questions with which C++ checks the same without Python."""
-    asked: list[Question] = [*AUTOTUNE.questions(), *REFUSALS.questions(), (ADMISSION, "closed", False)]
-    return asked + (BACKGROUND.questions() if settings.on_miss == "background" else [])
 
 
 def _before_the_walk() -> list[Question]:

@@ -16,19 +16,21 @@ import torch
 from ...diagnostics.reporting import warn_once
 from ...native.interface import Module
 from ...native.library import BEING_BUILT
-from ...policies.autotune import AUTOTUNE
-from ...policies.own_loop import FIRST_REST, OWN_LOOPS, why_off
-from ...policies.sketches import SKETCHES
+from ...policies.ledger import LEDGER
+from ...policies.own_loop import OWN_LOOPS, why_off
 from ...settings import Settings
 from ...torch_api.op_registry import others_are_on
 from ..call import Call
 from ..execution import on_eager
 from ..native_hits import NATIVE_HITS
+from ..records import record_of
 from ..session import Here
 from .self_check import NOT_NOW, why_wrong
 
 LEAST_NODES = 16
 """Tapes of fewer nodes take the engine less than it takes to call it for another node, some ten microseconds."""
+NOT_THERE = 16
+"""Number of backwards until the extension is looked for again."""
 LEFT_WORTH_LOADING = 16
 """Number of searches after which the extension is loaded and checked, if no setting asks for it and nothing was
 compiled. That takes as long as ten steps of a small model. For a single tape, this is at each 17th backward."""
@@ -42,8 +44,9 @@ def runner(here: Here, call: Call) -> Callable[..., Any]:
     session = here.stack[-1] if here.stack else None
     if session is None or not session.may_loop or call.create_graph or call.inputs or not call.accumulate_grad:
         return on_eager
-    tries = OWN_LOOPS.tries(session.number, call.sketch(here))
-    if tries is None:
+    tries = record_of(call).loop
+    if tries.left:
+        tries.left -= 1
         return on_eager
     here.tries = tries
     return in_own_loop
@@ -67,13 +70,13 @@ def in_own_loop(
         module = _find(session.settings, left=True)
         made = None
         if module is None or others_are_on():
-            tries.rest = FIRST_REST
+            tries.left = NOT_THERE
         else:
             made = _number(module, outputs, grads, keep_graph)
             if made is None:
-                tries.refused()
+                tries.fail()
         if made is not None:
-            tries.served()
+            tries.succeed()
             session.in_own_loop()
             number, gradient = made
             return on_eager(here, (number,), (gradient,), keep_graph, False, (), allow_unreachable, True)
@@ -126,8 +129,7 @@ def _first(settings: Settings, module: Module | None) -> Module | None:
         warn_once(f"the own loop is not used, and eager backwards are slower: {wrong}. Please report this bug.")
         return None
     OWN_LOOPS.module = module
-    if AUTOTUNE.active:
-        SKETCHES.forget()  # what was timed without it
+    LEDGER.time_again()
     return module
 
 

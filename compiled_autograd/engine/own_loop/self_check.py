@@ -29,14 +29,11 @@ def why_wrong(module: Module) -> str:
     """
     if torch.is_anomaly_enabled():  # of the process: it would print where the third backward fails
         return NOT_NOW
-    before = torch._C._autograd._get_sequence_nr()
     try:
         return module.apart(lambda: _why_wrong(module))
     except OSError as error:
         raise_what_a_handler_raised(error)
         return f"{NOT_NOW}: {error}"
-    finally:  # sketches of tapes count what the thread has recorded for them
-        thread.here.last_root += torch._C._autograd._get_sequence_nr() - before
 
 
 def _why_wrong(module: Module) -> str:

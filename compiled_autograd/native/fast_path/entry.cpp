@@ -57,13 +57,13 @@ PyObject* run_backward(PyObject* self, PyObject* all, PyObject* by_name) {
 
 PyObject* serve_after_policies(PyObject* self, PyObject* arguments) {
   PyObject *outputs, *gradients, *account;
-  int keeps, is_timed;
-  if (!PyArg_ParseTuple(arguments, "OOpOp", &outputs, &gradients, &keeps, &account, &is_timed)) return nullptr;
+  int keeps;
+  if (!PyArg_ParseTuple(arguments, "OOpO", &outputs, &gradients, &keeps, &account)) return nullptr;
   FastPathState& path = state_of(self);
   return or_error([&] {
     if (!PyTuple_GET_SIZE(path.hits) || !are_plain(gradients)) return Py_NewRef(Py_None);
     const double started = PyFloat_AsDouble(attribute(account, names().started).get());
-    const Served served = serve(path, {{outputs, gradients}, keeps != 0, started, account, is_timed != 0});
+    const Served served = serve(path, {{outputs, gradients}, keeps != 0, started, account});
     if (served.variant) return checked(Py_BuildValue("(Od)", served.variant.get(), served.seconds));
     if (!served.taken) return Py_NewRef(Py_None);
     return checked(PyObject_CallOneArg(served.hand_over.get(), served.taken.get()));
@@ -115,7 +115,7 @@ int set_hits(PyObject* self, PyObject* hits, void*) {
 
 PyMethodDef fast_path_methods[] = {
     {"serve", serve_after_policies, METH_VARARGS,
-     "(outputs, gradients, keeps, account, is_timed) -> (variant, seconds), or what the tape is if it is taken, or "
+     "(outputs, gradients, keeps, account) -> (variant, seconds), or what the tape is if it is taken, or "
      "None."},
     {nullptr, nullptr, 0, nullptr}};
 PyMemberDef fast_path_members[] = {

@@ -28,15 +28,6 @@ Owned referent(const Owned& reference) {
 
 bool is_at(PyObject* object, PyObject* name, PyObject* wanted) { return attribute(object, name).get() == wanted; }
 
-// Whether the next hit of a variant is one at which it may be timed, which Python sees to.
-bool is_timed_next(PyObject* variant) {
-  const Owned hits = attribute(variant, names().hits), next = attribute(variant, names().next_trial);
-  const Owned now(checked(PyNumber_Add(hits.get(), Owned(checked(PyLong_FromLong(1))).get())));
-  const int is_next = PyObject_RichCompareBool(now.get(), next.get(), Py_GE);
-  if (is_next < 0) throw PythonError();
-  return is_next == 1;
-}
-
 bool has(PyObject* structure, PyObject* variant) {
   const Owned variants = attribute(structure, names().variants);
   if (!PyList_Check(variants.get())) return false;
@@ -68,21 +59,20 @@ void add_to(PyObject* object, PyObject* name, PyObject* number) {
 
 const Names& names() {
   const auto made = [](const char* text) { return PyUnicode_InternFromString(text); };
-  static const Names all = {made("depth"),   made("evicted"),    made("here"),     made("hits"),      made("left"),
-                            made("met"),     made("next_trial"), made("ran"),      made("saving"),    made("settings"),
-                            made("stack"),   made("used"),       made("variants"), made("backwards"), made("_last"),
-                            made("started"), made("_stats"),     made("told"),     made("hit_times")};
+  static const Names all = {made("depth"),  made("evicted"),  made("here"),      made("hits"),     made("left"),
+                            made("met"),    made("ran"),      made("saving"),    made("settings"), made("stack"),
+                            made("used"),   made("variants"), made("backwards"), made("_last"),    made("started"),
+                            made("_stats"), made("told"),     made("hit_times")};
   return all;
 }
 
 FastHit::FastHit(PyObject* arguments) {
-  PyObject *plan_object, *program_object, *settings, *structure, *variant, *questions[3], *others[4];
-  int tunes;  // what "p" writes
+  PyObject *plan_object, *program_object, *settings, *structure, *variant, *watched, *questions[2], *others[4];
   if (!PyArg_ParseTuple(
-          arguments, "OOiOOOp(OOO)OOOO", &plan_object, &program_object, &shapes_, &settings, &structure, &variant,
-          &tunes, &questions[0], &questions[1], &questions[2], &others[0], &others[1], &others[2], &others[3]))
+          arguments, "OOiOOOO!K(OO)OOOO", &plan_object, &program_object, &shapes_, &settings, &structure, &variant,
+          &PyDict_Type, &watched, &number_, &questions[0], &questions[1], &others[0], &others[1], &others[2],
+          &others[3]))
     throw PythonError();
-  tunes_ = tunes != 0;
   plan = plan_in(plan_object);
   program = program_in(program_object);
   if (!plan || !program || !PyWeakref_Check(structure) || !PyWeakref_Check(variant)) {
@@ -98,13 +88,27 @@ FastHit::FastHit(PyObject* arguments) {
   may_write.reset(Py_NewRef(others[1]));
   write.reset(Py_NewRef(others[2]));
   counter.reset(Py_NewRef(others[3]));
-  policies_ = Questions(questions[0]);
-  before_ = Questions(questions[1]);
-  before_list_.reset(Py_NewRef(questions[1]));
-  after_ = Questions(questions[2]);
+  watched_.reset(Py_NewRef(watched));
+  before_ = Questions(questions[0]);
+  before_list_.reset(Py_NewRef(questions[0]));
+  after_ = Questions(questions[1]);
   const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   keys_included_ = keys.included_.raw_repr();
   keys_excluded_ = keys.excluded_.raw_repr();
+}
+
+bool FastHit::is_watched(PyObject* outputs) const {
+  if (!PyDict_GET_SIZE(watched_.get())) return false;
+  uint64_t found = 0;
+  try {
+    found = peek_at(outputs, 0, number_);
+  } catch (const Refused&) {  // Python has a key for it
+    return true;
+  }
+  const Owned key(checked(PyLong_FromUnsignedLongLong(found)));
+  const int has_it = PyDict_Contains(watched_.get(), key.get());
+  if (has_it < 0) throw PythonError();
+  return has_it == 1;
 }
 
 Owned FastHit::structure_to_walk(const FastHit* asked) const {
@@ -116,10 +120,9 @@ Owned FastHit::structure_to_walk(const FastHit* asked) const {
   return are_asked || before_.hold() ? std::move(structure) : nullptr;
 }
 
-Owned FastHit::variant_to_run(PyObject* structure, bool is_timed) const {
+Owned FastHit::variant_to_run(PyObject* structure) const {
   Owned variant = referent(variant_);
   if (!variant || !is_at(structure, names().saving, Py_None) || !has(structure, variant.get())) return nullptr;
-  if (tunes_ && !is_timed && is_timed_next(variant.get())) return nullptr;
   return after_.hold() ? std::move(variant) : nullptr;
 }
 

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "../peek.h"
 #include "../taken.h"
 #include "questions.h"
 
@@ -23,17 +24,16 @@ class FastHit {
     return plan == other.plan && is_for(other.settings_.get()) && shapes_ == shapes;
   }
 
-  // Whether a policy would look at the tape before it is walked, which Python sees to. Throws PythonError.
-  bool is_left_to_policies() const { return !policies_.hold(); }
+  // Whether the tape of some outputs has a key among those that Python watches, or none that is known here. Throws
+  // PythonError.
+  bool is_watched(PyObject* outputs) const;
   // While the tape is whole: the structure, if Python would have it walked with this plan; else null. Throws
   // PythonError.
   //
   // asked: another one whose questions were asked just now, and had their answers; or null.
   Owned structure_to_walk(const FastHit* asked) const;
   // Once it is taken: the variant, if its program would be run without more; else null. Throws PythonError.
-  //
-  // is_timed: Python times what is run.
-  Owned variant_to_run(PyObject* structure, bool is_timed) const;
+  Owned variant_to_run(PyObject* structure) const;
 
   Plan* plan;
   const HostedProgram* program;
@@ -44,11 +44,12 @@ class FastHit {
 
  private:
   int shapes_;
-  bool tunes_;
   uint64_t keys_included_, keys_excluded_;  // of the thread, when Python has served it
   Owned plan_object_, program_object_, settings_, structure_, variant_;
-  Questions policies_, before_, after_;  // those of policies, those before the walk, and those before the run
-  Owned before_list_;                    // one object, where they are the same as another hit's
+  unsigned long long number_;  // of the settings: see `peek`
+  Owned watched_;              // a dictionary of keys
+  Questions before_, after_;   // those before the walk, and those before the run
+  Owned before_list_;          // one object, where they are the same as another hit's
 };
 
 // fast_hit(...) -> FastHit
@@ -69,7 +70,7 @@ void add_to(PyObject* object, PyObject* name, PyObject* number);
 
 // Names of attributes, made once.
 struct Names {
-  PyObject *depth, *evicted, *here, *hits, *left, *met, *next_trial, *ran, *saving, *settings, *stack, *used, *variants;
+  PyObject *depth, *evicted, *here, *hits, *left, *met, *ran, *saving, *settings, *stack, *used, *variants;
   PyObject *backwards, *last, *started, *stats, *told, *hit_times;
 };
 const Names& names();

@@ -155,7 +155,7 @@ class Serving {
     for (const FastHit* hit : likely) {
       if (!hit->is_for(settings.get()) || std::find(tried.begin(), tried.end(), hit->plan) != tried.end()) continue;
       if (tried.size() == kMaxTried) return {};
-      if (tried.empty() && !asked_.account && hit->is_left_to_policies()) return {};
+      if (tried.empty() && !asked_.account && hit->is_watched(asked_.call.outputs)) return {};
       const Owned structure = hit->structure_to_walk(asked);
       if (!structure) continue;
       asked = hit;
@@ -177,7 +177,7 @@ class Serving {
     const int shapes = shapes_of(taken);
     for (const FastHit* hit : all) {
       if (!hit->serves(taken_by, shapes)) continue;
-      served.variant = hit->variant_to_run(structure, asked_.is_timed);
+      served.variant = hit->variant_to_run(structure);
       if (!served.variant) continue;
       Run one(path_, *hit, session_.get(), structure, served.variant.get());
       served.seconds = one.go(taken, asked_, is_counted_);

@@ -32,7 +32,6 @@ struct Asked {
   bool keeps;
   double started;               // when, by the clock of `time.perf_counter`
   PyObject* account = nullptr;  // of Python's, where that has asked what policies ask before: it says what is counted
-  bool is_timed = false;        // Python times what is run
 };
 
 // What became of it.

@@ -1,0 +1,389 @@
+"""Decides whether a backward runs compiled or on the eager engine, and whether code is compiled for it.
+
+Each tape has a record, found by a peek at its first nodes and by the settings. ``next_action`` in :mod:`decision`
+decides about each backward, and nothing else does::
+
+    new ---> compiling ---> timing ---> compiled
+     |                       |  ^
+     v                       v  |
+    refused                 eager
+
+- ``new``: there is no code.
+- ``compiling``: it is being compiled beside the training, and runs on eager meanwhile.
+- ``timing``: the clock compares compiled backwards with eager ones, which alternate.
+- ``compiled``: the code serves.
+- ``eager``: eager is faster, or a compile has not been worth its cost so far.
+- ``refused``: the tape cannot be captured, or not be checked.
+
+After some backwards in ``eager`` or ``refused`` there is another try. Their number doubles with each failure. A miss
+(a backward for which there is no code) leads to a compile by the same rules in any state.
+
+Under deterministic algorithms the clock decides nothing, since it would decide how gradients are rounded: no tape is
+timed, and each compile, hit and miss counts as one second.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Hashable
+
+from ..cache.variants import Variant
+from ..diagnostics.bypass import COMPILING, NOT_YET, OVER_BUDGET
+from ..diagnostics.node_names import title
+from ..diagnostics.reporting import tell_decision, warn_once
+from ..outcomes import TUNING
+from ..process_state import PROCESS
+from ..settings import Settings
+from ..shadow_cache import Bypass, Miss, Timing
+from .decision import Action, Balance, Decision, Record, State, by_clock, next_action
+
+FIRST_SECONDS = 2.0
+"""Likely seconds of the first compile, which imports the backend. Later ones are likely to take as long as the latest
+ones."""
+BESIDE = 0.25
+"""Part of the seconds of a compile beside the training that the training loses."""
+SECONDS, SHARE = 30.0, 0.05
+"""Seconds that compiles may lose in any case, and part of the seconds since the start that is added."""
+SAMPLES = 24
+"""Backwards timed each way."""
+IN_A_ROW = 5
+"""Timed backwards in a row one way. The first does not count, since it finds the other way's data in the caches."""
+WORTH = 1.02
+"""Maximum time of a compiled backward by eager's: below, clocks tell nothing."""
+REST = 256
+"""Backwards on eager until another try, where a try costs several backwards: after a trial, and after gradients that
+were all zero or hooks that came late."""
+LEFT_UNSAID = 8
+"""Misses left to eager over the budget before the warning."""
+_MAX_RECORDS, _MAX_NUMBERS, _LATEST = 4096, 1024, 8
+_TIMED_ON = frozenset({"cpu", "cuda"})
+_NOT_WORTH_IT = "not_worth_it"
+TIMED = Bypass(TUNING, hint="run on eager to time it against the compiled graph; tune=False turns this off")
+
+
+class Ledger:
+    """The records of the process.
+
+    Attributes:
+        watched: the records of tapes that must be recognised before the walk, by key.
+        clock: seconds of wall clock.
+        has_other_keys: some records have keys that were made without the extension.
+    """
+
+    def __init__(self) -> None:
+        self.has_other_keys = False
+        self.clock: Callable[[], float] = time.monotonic
+        self.watched: dict[Hashable, Record] = {}
+        self._records: dict[Hashable, Record] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._next_number = itertools.count(1)
+        self._costs: list[float] = []
+        self._since = self.clock()
+        self._forgotten = 0.0
+        self._left, self._has_closed = 0, False
+
+    def clear(self) -> None:
+        """Forget all, and begin anew."""
+        for record in [*self.watched.values()]:
+            record.reason = None  # threads may hold the record to skip backwards
+        self.watched.clear()
+        self._records.clear()
+        self._costs.clear()
+        self._since = self.clock()
+        self._forgotten = 0.0
+        self._left, self._has_closed = 0, False
+
+    def number(self, settings: Settings) -> int:
+        """Return a number for settings whose sessions share records: settings take long to compare."""
+        ways = (settings.on_miss, settings.on_unsupported, settings.tune, settings.check, settings.compile_budget)
+        key = (settings.key, ways, settings.own_loop, settings.native is False)
+        number = self._numbers.get(key)
+        if number is None:
+            if len(self._numbers) >= _MAX_NUMBERS:
+                self._numbers.clear()
+            number = self._numbers[key] = next(self._next_number)
+        return number
+
+    def of(self, key: Hashable) -> Record:
+        """Return the record with a key, a new one for an unknown tape."""
+        record = self._records.get(key)
+        if record is None:
+            self.has_other_keys |= isinstance(key, tuple)
+            while len(self._records) >= _MAX_RECORDS:
+                self._forget_one()
+            record = self._records[key] = Record(key)
+        return record
+
+    def _forget_one(self) -> None:
+        """Forget the oldest record without code; if there is none, the oldest."""
+        records = [*self._records.values()]
+        oldest = next((each for each in records if not each.living()), records[0])
+        self._records.pop(oldest.key, None)
+        self.watched.pop(oldest.key, None)
+        self._forgotten += oldest.lost()
+
+    @property
+    def has_several_numbers(self) -> bool:
+        """True if code may have been compiled for a tape under other settings than its record's."""
+        return len(self._numbers) > 1
+
+    def knows(self, key: Hashable) -> bool:
+        """Return whether there is a record with a key."""
+        return key in self._records
+
+    def move(self, key: Hashable, new: Hashable) -> None:
+        """Have the record with a key found by another key, which the extension has made. Hits are faster with it, so
+        that the tape is timed again."""
+        record = self._records.pop(key, None)
+        if record is not None:
+            record.key, self._records[new] = new, record
+            if self.watched.pop(key, None) is not None:
+                self.watched[new] = record
+            if record.timing is not None and record.state in (State.COMPILED, State.EAGER):
+                self._begin_trial(record)
+
+    # ---- questions ----
+
+    def balance(self, settings: Settings) -> Balance:
+        """Return the balance for a session with these settings, in some microseconds for each compiled tape."""
+        lost = self._forgotten + sum(each.lost() for each in [*self._records.values()] if each.spent)
+        likely = statistics.median(self._costs[-_LATEST:]) if self._costs else FIRST_SECONDS
+        allowed = settings.compile_budget
+        if allowed is None:
+            allowed = SECONDS + (SHARE * (self.clock() - self._since) if by_clock() else 0.0)
+        return Balance(lost, likely if by_clock() else 1.0, allowed, waits(settings))
+
+    def decide(self, record: Record, settings: Settings, has_store: bool = False) -> Decision:
+        """Decide about a backward for which there is no code: see :func:`next_action`."""
+        return next_action(record, self.balance(settings), has_store)
+
+    def closing(self, settings: Settings) -> Miss | None:
+        """Return a record for the store if this compile has spent the budget of a session with these settings. There is
+        one for each process."""
+        balance = self.balance(settings)
+        if self._has_closed or not balance.is_over:
+            return None
+        self._has_closed = True
+        new = f"{balance.lost:.1f} s are lost, and another compile is likely to take {balance.likely:.1f} s"
+        allowed = f"{balance.allowed:.1f} s may be lost"
+        return Miss("over_budget", "the next new structure", allowed, new, self._counted(balance.lost))
+
+    def _counted(self, lost: float) -> str:
+        made = [each for each in [*self._records.values()] if each.spent]
+        paid = sum(not each.lost() for each in made)
+        return f"compiling lost {lost:.1f} s on {len(made)} tapes, {paid} of which have made up for it"
+
+    def _warn(self) -> None:
+        lost = self._forgotten + sum(each.lost() for each in [*self._records.values()])
+        warn_once(
+            f"{self._counted(lost)}. From now on, new structures and shapes run on the eager engine unless they "
+            "repeat for long (bypass 'over_budget'). If lengths differ, pad to a few lengths or mark them "
+            "(torch._dynamo.mark_dynamic). Put ca.disable() around backwards that never repeat. "
+            "compile_budget=SECONDS sets how much time may be lost; float('inf') compiles everything.",
+            "over_budget",
+        )
+
+    # ---- what happened ----
+
+    def missed(self, record: Record, decision: Decision, seconds: float) -> None:
+        """Count a miss that eager has run, by a decision. The next ones are left to eager without a walk, until they
+        have run for long enough; if there is code, which may serve others of them, not for that long."""
+        self._pays(record, seconds, 1)
+        record.owes = decision.owes
+        record.asked |= decision.action is Action.ASK
+        hits = sum(each.hits for each in record.living())
+        if hits > record.hits:
+            record.hits = hits
+            record.rest.succeed()
+        if decision.reason is OVER_BUDGET:
+            self._left += 1
+            if self._left == LEFT_UNSAID:
+                self._warn()
+        if record.rent < record.owes and decision.reason is not None:
+            self._rest(record, State.EAGER, decision.reason, 0 if record.living() else 1)
+
+    def asked_store(self, record: Record, seconds: float) -> None:
+        """Count a search in the store that found nothing."""
+        record.asked = True
+        self.spent_more(record, seconds)
+
+    def begins(self, record: Record, variant: Variant, job: object) -> None:
+        """A region is being compiled beside the training: this job."""
+        self._compiles(record, variant)
+        record.compiling.add(job)
+        self._change(record, State.COMPILING, COMPILING)
+
+    def ended(self, record: Record, variant: Variant, job: object, seconds: float, settings: Settings) -> None:
+        """Count the end of that job after these seconds; 0 if it came to nothing. A second call changes nothing."""
+        if job not in record.compiling or self._records.get(record.key) is not record:
+            return
+        record.compiling.discard(job)
+        if seconds:
+            self._spend(record, BESIDE * seconds)
+        if not record.compiling:
+            self._serves(record, variant, settings)
+
+    def compiled(self, record: Record, variant: Variant, seconds: float, settings: Settings) -> None:
+        """Code was compiled in these seconds, while the step waited."""
+        self._spend(record, seconds)
+        self.loaded(record, variant, 0.0, settings)
+
+    def loaded(self, record: Record, variant: Variant, seconds: float, settings: Settings) -> None:
+        """Code was loaded in these seconds, which say nothing about the next compile; or another tape's code serves."""
+        self._compiles(record, variant)
+        self.spent_more(record, seconds)
+        if not record.compiling:
+            self._serves(record, variant, settings)
+
+    def spent(self, record: Record, seconds: float) -> None:
+        """A capture or a trace was ended after these seconds, since it took too long."""
+        record.misses, record.rent = 0, 0.0
+        self._spend(record, seconds)
+
+    def spent_more(self, record: Record, seconds: float) -> None:
+        """Seconds were spent on a load, a proof, or a search in the store."""
+        record.spent += seconds if by_clock() else 0.0
+
+    def refused(self, record: Record, reason: Bypass, is_costly: bool = False) -> None:
+        """The tape could not be captured, or not be checked. After a costly try it rests for :data:`REST` backwards."""
+        self._rest(record, State.REFUSED, reason, REST if is_costly else 0)
+
+    def hit(self, record: Record, variant: Variant, seconds: float) -> None:
+        """Count a hit of a tape on trial; the seconds are of the whole backward."""
+        if record.state is State.TIMING:
+            self._time(record, record.compiled, seconds, variant)
+
+    def ran_on_eager(self, record: Record, reason: Bypass, seconds: float, times: int = 1) -> None:
+        """Count backwards that were left to eager for a reason, in seconds each."""
+        if reason is TIMED:
+            if record.state is State.TIMING:
+                self._time(record, record.eager, seconds, None)
+        elif record.state in (State.EAGER, State.REFUSED) and reason is record.reason:
+            is_over = record.rest.is_over(times)
+            if reason in (NOT_YET, OVER_BUDGET):
+                self._pays(record, seconds, times)
+                is_over = record.rent >= record.owes or (is_over and bool(record.living()))
+            if is_over:
+                self._try_again(record)
+
+    def time_again(self) -> None:
+        """Time tapes again that were timed: eager has become faster."""
+        for record in [*self._records.values()]:
+            if record.timing is not None and record.state in (State.COMPILED, State.EAGER):
+                self._begin_trial(record)
+
+    def nothing_compiles(self) -> None:
+        """Forget compiles that will not end, in a forked child."""
+        for record in [*self._records.values()]:
+            record.compiling.clear()
+            if record.state is State.COMPILING:
+                self._change(record, State.NEW, None)
+
+    # ---- changes of state ----
+
+    def _change(self, record: Record, state: State, reason: Bypass | None) -> None:
+        record.state, record.reason = state, reason
+        if reason is not None or state is State.TIMING:
+            self.watched[record.key] = record
+        else:
+            self.watched.pop(record.key, None)
+
+    def _rest(self, record: Record, state: State, reason: Bypass, least: int = 0) -> None:
+        record.rest.fail(least)
+        if record.rest.left:
+            self._change(record, state, reason)
+
+    @staticmethod
+    def _pays(record: Record, seconds: float, times: int) -> None:
+        record.misses += times
+        record.rent += times * (seconds if by_clock() else 1.0)
+
+    def _try_again(self, record: Record) -> None:
+        if record.reason is not None and record.reason.kind == _NOT_WORTH_IT and record.living():
+            self._begin_trial(record)
+        else:
+            self._change(record, State.COMPILED if record.living() else State.NEW, None)
+
+    def _compiles(self, record: Record, variant: Variant) -> None:
+        """A compile begins."""
+        if variant not in record.living():
+            record.variants = [each for each in record.variants if each() is not None]
+            record.variants.append(weakref.ref(variant))
+        record.misses, record.rent = 0, 0.0
+
+    def _spend(self, record: Record, seconds: float) -> None:
+        cost = seconds if by_clock() else 1.0
+        record.spent += cost
+        self._costs.append(cost)
+        del self._costs[:-_LATEST]
+
+    def _serves(self, record: Record, variant: Variant, settings: Settings) -> None:
+        """There is code now."""
+        if not settings.tune or not by_clock() or variant.devices - _TIMED_ON:
+            self._change(record, State.COMPILED, None)
+        else:
+            self._begin_trial(record)
+
+    def _begin_trial(self, record: Record) -> None:
+        record.turn, record.eager, record.compiled = 0, [], []
+        self._change(record, State.TIMING, None)
+
+    def _time(self, record: Record, times: list[float], seconds: float, variant: Variant | None) -> None:
+        """Count one backward of a trial, and decide if there were enough."""
+        if not by_clock():
+            self._change(record, State.COMPILED, None)
+            return
+        if record.turn % IN_A_ROW:
+            times.append(seconds)
+        record.turn += 1
+        if record.turn // IN_A_ROW % 2:
+            record.reason = TIMED
+        else:
+            record.reason = None
+        enough = min(len(record.eager), len(record.compiled))
+        if enough < SAMPLES:
+            return
+        eager, compiled = statistics.median(record.eager), statistics.median(record.compiled)
+        goes_on = "compiled" if compiled <= WORTH * eager else "eager"
+        self._use(record, Timing(1e3 * eager, 1e3 * compiled, enough, time.time(), goes_on))
+        self._tell(record)
+
+    def _use(self, record: Record, timing: Timing) -> None:
+        """Use the faster way."""
+        record.timing = timing
+        if timing.on_eager:
+            hint = f"{timing}; timed again from time to time"
+            self._rest(record, State.EAGER, Bypass(_NOT_WORTH_IT, hint=hint), REST)
+        else:
+            record.rest.succeed()
+            self._change(record, State.COMPILED, None)
+
+    def _tell(self, record: Record) -> None:
+        timing = record.timing
+        assert timing is not None
+        living = record.living()
+        for variant in living:
+            variant.timing = timing
+            if variant.store_timing is not None:
+                variant.store_timing(timing)
+        if living:
+            tell_decision(functools.partial(title, living[-1].program.tape), timing)
+
+
+def waits(settings: Settings) -> bool:
+    """Return whether steps wait for compiles. Under deterministic algorithms they do: else the clock would decide which
+    step is the first compiled one."""
+    return settings.on_miss == "compile" or not by_clock()
+
+
+def is_choice(reason: Bypass) -> bool:
+    """Return whether a record left a backward to eager because that is faster, or may be."""
+    return reason is TIMED or reason.kind == _NOT_WORTH_IT
+
+
+LEDGER = Ledger()
+PROCESS.register(LEDGER, reset=LEDGER.clear)

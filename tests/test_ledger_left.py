@@ -13,12 +13,13 @@ from torch import fx, nn
 
 import compiled_autograd as ca
 from compiled_autograd.cache.variants import Variant
-from compiled_autograd.engine import backward, here, records
+from compiled_autograd.diagnostics.bypass import COMPILING, NOT_YET, OVER_BUDGET
+from compiled_autograd.engine import backward, decide, here, records
 from compiled_autograd.engine.call import Refused
 from compiled_autograd.engine.session import Session, thread
 from compiled_autograd.policies import ledger
 from compiled_autograd.policies.ledger import LEDGER
-from shadow_cache import unsupported
+from shadow_cache import Bypass, unsupported
 
 from .helpers import assert_same, expect, in_threads, switching_every, total
 from .tuned import leave, outcome_of, run_small, said_to_take, slow, soon  # noqa: F401
@@ -339,3 +340,9 @@ def test_tapes_in_any_order_lose_nothing(seed: int, left: tuple[Session, nn.Para
             run_all(row)
     stats = session.stats()
     assert stats.backwards - before == counted[0] and total(stats) == stats.backwards
+
+
+@pytest.mark.parametrize("reason", [NOT_YET, OVER_BUDGET, COMPILING, ledger.TIMED], ids=lambda reason: reason.kind)
+def test_a_choice_of_the_ledger_is_no_failure(reason: Bypass) -> None:
+    """Sessions with ``on_unsupported="raise"`` run it on eager."""
+    assert decide.is_policy(reason)

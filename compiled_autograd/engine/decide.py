@@ -12,6 +12,7 @@ from ..cache.selection import find_variant
 from ..capture.tape import all_freed_at_the_end, freed_at_the_end
 from ..diagnostics.bypass import (
     BATCHED_GRADS,
+    COMPILING,
     FORKED,
     INSIDE_COMPILE,
     INTERMEDIATE_INPUT,
@@ -39,7 +40,8 @@ from .execution import depth
 from .handles import KEPT
 from .seam import hand_over
 
-_NOT_UNSUPPORTED = (TRACING, ON_MISS, TURNED_OFF, UNTESTED_TORCH, NOT_YET, OVER_BUDGET, FORKED, INSIDE_COMPILE)
+_LEFT = (NOT_YET, COMPILING, OVER_BUDGET)
+_NOT_UNSUPPORTED = (TRACING, ON_MISS, TURNED_OFF, UNTESTED_TORCH, *_LEFT, FORKED, INSIDE_COMPILE)
 
 
 def by_arguments(

@@ -131,7 +131,7 @@ def _trial(book: Ledger, record: Record, variant: Any, eager: float, compiled: f
     while record.state is State.TIMING:
         count += 1
         if record.reason is None:
-            book.hit(record, variant, compiled)
+            book.hit(record, compiled)
         else:
             assert record.reason is TIMED
             book.ran_on_eager(record, TIMED, eager)
@@ -172,7 +172,7 @@ def test_the_first_backward_of_a_row_does_not_count(book: Ledger) -> None:
     while record.state is State.TIMING:
         seconds = 100.0 if record.turn % IN_A_ROW == 0 else 1.0
         if record.reason is None:
-            book.hit(record, variant, seconds)
+            book.hit(record, seconds)
         else:
             book.ran_on_eager(record, TIMED, seconds)
     assert variant.timing.eager == variant.timing.compiled == 1000
@@ -323,7 +323,7 @@ def test_a_trial_ends_when_the_clock_must_not_decide(book: Ledger) -> None:
     book.compiled(record, variant, 1.0, _settings())
     torch.use_deterministic_algorithms(True)
     try:
-        book.hit(record, variant, 1.0)
+        book.hit(record, 1.0)
     finally:
         torch.use_deterministic_algorithms(False)
     assert record.state is State.COMPILED and not book.watched

@@ -12,7 +12,6 @@ import torch
 from torch import fx, nn
 
 import compiled_autograd as ca
-from compiled_autograd.cache.variants import Variant
 from compiled_autograd.diagnostics.bypass import COMPILING, NOT_YET, OVER_BUDGET
 from compiled_autograd.engine import backward, decide, here, records
 from compiled_autograd.engine.call import Refused
@@ -232,9 +231,9 @@ def left(monkeypatch: pytest.MonkeyPatch) -> tuple[Session, nn.Parameter]:
     session, weight = ca.enable(backend=_slow_unless_longer, tune=True), _weight()
     time = LEDGER._time
 
-    def timed(record: Any, times: list[float], seconds: float, variant: Variant | None) -> None:
-        is_slow = variant is not None and len(variant.program.tape.calls) < 8
-        time(record, times, 3.0 if is_slow else 1.0, variant)
+    def timed(record: Any, times: list[float], seconds: float) -> None:
+        is_slow = times is record.compiled and len(record.living()[-1].program.tape.calls) < 8
+        time(record, times, 3.0 if is_slow else 1.0)
 
     monkeypatch.setattr(LEDGER, "_time", timed)
     assert [_one_of(session, weight, _longer) for _ in range(16)][-1] == "hit"

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import fx
 
-from compiled_autograd.cache.variants import Variant
 from compiled_autograd.engine.session import Session
 from compiled_autograd.policies import ledger
 from compiled_autograd.policies.ledger import LEDGER
@@ -68,8 +67,8 @@ def said_to_take(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Milliseconds that each backward of a trial is said to take."""
     takes, time = {"eager": 2.0, "compiled": 3.0}, LEDGER._time
 
-    def timed(record: Any, times: list[float], seconds: float, variant: Variant | None) -> None:
-        time(record, times, takes["eager" if variant is None else "compiled"] / 1e3, variant)
+    def timed(record: Any, times: list[float], seconds: float) -> None:
+        time(record, times, takes["eager" if times is record.eager else "compiled"] / 1e3)
 
     monkeypatch.setattr(LEDGER, "_time", timed)
     monkeypatch.setattr(ledger.time, "time", lambda: NOW)

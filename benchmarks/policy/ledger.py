@@ -73,7 +73,7 @@ class Replayed:
             variant = self._variant(tape)
             variant.hits += 1
             variant.ran += happened.seconds
-            ledger.hit(record, cast(Any, variant), happened.seconds)
+            ledger.hit(record, happened.seconds)
         elif happened.failed == "limit":
             ledger.spent(record, happened.compiling)
         elif happened.failed:

@@ -69,7 +69,7 @@ def run(session: Session, call: Call) -> Any:
     finally:
         let_go_of_the_unnamed()
         if timed is not None and account.served is not None:
-            LEDGER.hit(timed, account.served, now() - began)
+            LEDGER.hit(timed, now() - began)
 
 
 def resume(

@@ -21,7 +21,7 @@ takes as long as some steps of a small model."""
 
 
 class State(enum.Enum):
-    """See the module."""
+    """The state of a record: see :mod:`ledger`."""
 
     NEW = "new"
     COMPILING = "compiling"
@@ -62,7 +62,7 @@ class Record:
         misses, rent: misses since the last compile, and their seconds on eager; ``owes`` are the seconds before the
             next decision.
         spent: seconds of compiles.
-        variants: what was compiled or loaded.
+        variants: the compiled or loaded ones.
         hits: hits of these at the last miss.
         compiling: the jobs that compile its regions beside the training.
         asked: the store on disk was searched.
@@ -159,7 +159,7 @@ def next_action(record: Record, balance: Balance | None, has_store: bool = False
 
     Args:
         balance: None before the walk. With it, there is no code for the backward.
-        has_store: there is a store on disk, which may have code.
+        has_store: there is a store on disk, and it may have code.
     """
     if balance is None:
         return Decision(Action.SERVE) if record.reason is None else Decision(Action.EAGER, record.reason)

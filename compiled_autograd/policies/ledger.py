@@ -150,12 +150,11 @@ class Ledger:
 
     def balance(self, settings: Settings) -> Balance:
         """Return the balance for a session with these settings, in some microseconds for each compiled tape."""
-        lost = self._forgotten + sum(each.lost() for each in [*self._records.values()] if each.spent)
-        likely = statistics.median(self._costs[-_LATEST:]) if self._costs else FIRST_SECONDS
+        likely = statistics.median(self._costs) if self._costs else FIRST_SECONDS
         allowed = settings.compile_budget
         if allowed is None:
             allowed = SECONDS + (SHARE * (self.clock() - self._since) if by_clock() else 0.0)
-        return Balance(lost, likely if by_clock() else 1.0, allowed, waits(settings))
+        return Balance(self._lost(), likely if by_clock() else 1.0, allowed, waits(settings))
 
     def decide(self, record: Record, settings: Settings, has_store: bool = False) -> Decision:
         """Decide about a backward for which there is no code: see :func:`next_action`."""
@@ -164,13 +163,15 @@ class Ledger:
     def closing(self, settings: Settings) -> Miss | None:
         """Return a record for the store if this compile has spent the budget of a session with these settings. There is
         one for each process."""
-        balance = self.balance(settings)
-        if self._has_closed or not balance.is_over:
+        if self._has_closed or not (balance := self.balance(settings)).is_over:
             return None
         self._has_closed = True
         new = f"{balance.lost:.1f} s are lost, and another compile is likely to take {balance.likely:.1f} s"
         allowed = f"{balance.allowed:.1f} s may be lost"
         return Miss("over_budget", "the next new structure", allowed, new, self._counted(balance.lost))
+
+    def _lost(self) -> float:
+        return self._forgotten + sum(each.lost() for each in [*self._records.values()])
 
     def _counted(self, lost: float) -> str:
         made = [each for each in [*self._records.values()] if each.spent]
@@ -178,10 +179,9 @@ class Ledger:
         return f"compiling lost {lost:.1f} s on {len(made)} tapes, {paid} of which have made up for it"
 
     def _warn(self) -> None:
-        lost = self._forgotten + sum(each.lost() for each in [*self._records.values()])
         warn_once(
-            f"{self._counted(lost)}. From now on, new structures and shapes run on the eager engine unless they "
-            "repeat for long (bypass 'over_budget'). If lengths differ, pad to a few lengths or mark them "
+            f"{self._counted(self._lost())}. From now on, new structures and shapes run on the eager engine unless "
+            "they repeat for long (bypass 'over_budget'). If lengths differ, pad to a few lengths or mark them "
             "(torch._dynamo.mark_dynamic). Put ca.disable() around backwards that never repeat. "
             "compile_budget=SECONDS sets how much time may be lost; float('inf') compiles everything.",
             "over_budget",
@@ -191,7 +191,7 @@ class Ledger:
 
     def missed(self, record: Record, decision: Decision, seconds: float) -> None:
         """Count a miss that eager has run, by a decision. The next ones are left to eager without a walk, until they
-        have run for long enough; if there is code, which may serve others of them, not for that long."""
+        have run for long enough. If there is code, it may serve others of them, and they are tried sooner."""
         self._pays(record, seconds, 1)
         record.owes = decision.owes
         record.asked |= decision.action is Action.ASK
@@ -252,16 +252,16 @@ class Ledger:
         """The tape could not be captured, or not be checked. After a costly try it rests for :data:`REST` backwards."""
         self._rest(record, State.REFUSED, reason, REST if is_costly else 0)
 
-    def hit(self, record: Record, variant: Variant, seconds: float) -> None:
+    def hit(self, record: Record, seconds: float) -> None:
         """Count a hit of a tape on trial; the seconds are of the whole backward."""
         if record.state is State.TIMING:
-            self._time(record, record.compiled, seconds, variant)
+            self._time(record, record.compiled, seconds)
 
     def ran_on_eager(self, record: Record, reason: Bypass, seconds: float, times: int = 1) -> None:
         """Count backwards that were left to eager for a reason, in seconds each."""
         if reason is TIMED:
             if record.state is State.TIMING:
-                self._time(record, record.eager, seconds, None)
+                self._time(record, record.eager, seconds)
         elif record.state in (State.EAGER, State.REFUSED) and reason is record.reason:
             is_over = record.rest.is_over(times)
             if reason in (NOT_YET, OVER_BUDGET):
@@ -310,9 +310,9 @@ class Ledger:
 
     def _compiles(self, record: Record, variant: Variant) -> None:
         """A compile begins."""
-        if variant not in record.living():
-            record.variants = [each for each in record.variants if each() is not None]
-            record.variants.append(weakref.ref(variant))
+        living = record.living()
+        if variant not in living:
+            record.variants = [*map(weakref.ref, (*living, variant))]
         record.misses, record.rent = 0, 0.0
 
     def _spend(self, record: Record, seconds: float) -> None:
@@ -332,7 +332,7 @@ class Ledger:
         record.turn, record.eager, record.compiled = 0, [], []
         self._change(record, State.TIMING, None)
 
-    def _time(self, record: Record, times: list[float], seconds: float, variant: Variant | None) -> None:
+    def _time(self, record: Record, times: list[float], seconds: float) -> None:
         """Count one backward of a trial, and decide if there were enough."""
         if not by_clock():
             self._change(record, State.COMPILED, None)
@@ -340,10 +340,7 @@ class Ledger:
         if record.turn % IN_A_ROW:
             times.append(seconds)
         record.turn += 1
-        if record.turn // IN_A_ROW % 2:
-            record.reason = TIMED
-        else:
-            record.reason = None
+        record.reason = TIMED if record.turn // IN_A_ROW % 2 else None
         enough = min(len(record.eager), len(record.compiled))
         if enough < SAMPLES:
             return

@@ -88,7 +88,7 @@ PROCESS = ProcessState()
 def free_in_child(lock: Any) -> Any:
     """Register an ``RLock`` that is free in a forked child unless the forking thread holds it. Returns the lock.
 
-    Only for a lock that guards a few lines; :mod:`compiled_autograd.threads.forks` says why.
+    Only for a lock that guards a few lines; :mod:`compiled_autograd.threads.compile_thread` says why.
     """
     return PROCESS.register(lock, after_fork=functools.partial(free, lock))
 

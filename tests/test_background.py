@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +22,11 @@ import compiled_autograd as ca
 from backends import get_backend
 from backends.torch_versions import release
 from compiled_autograd.cache.disk import made_in_memory
+from compiled_autograd.compiling import queue, worker_process
 from compiled_autograd.engine import execution
 from compiled_autograd.engine.session import Session
 from compiled_autograd.guards.ambient import ambient
 from compiled_autograd.lowering import region_compiler
-from compiled_autograd.lowering.region_compiler import COMPILING
-from compiled_autograd.policies import background, worker_process
 
 from .helpers import Squares, assert_grads, assert_same, expect, in_subprocess, mlp
 
@@ -67,15 +65,15 @@ def test_what_a_step_of_another_session_has_compiled_meanwhile_stays(monkeypatch
     beside, session = ca.enable(backend="eager", on_miss="background"), ca.enable(backend="eager")
     model, reference = _twins()
     x = torch.randn(4, 8)
-    may_begin, in_same_state = threading.Event(), background._in_same_state
-    monkeypatch.setattr(background, "_in_same_state", lambda job: may_begin.wait(60) and in_same_state(job))
+    may_begin, in_same_state = threading.Event(), queue._in_same_state
+    monkeypatch.setattr(queue, "_in_same_state", lambda job: may_begin.wait(60) and in_same_state(job))
     _step(beside, model, reference, x)
-    _step(session, model, reference, x)
-    may_begin.set()
-    assert session.stats().compiles == 1 and beside.wait(60)
+    threading.Timer(0.2, may_begin.set).start()
+    _step(session, model, reference, x)  # waits for that
+    assert beside.wait(60)
     for _ in range(3):
         _step(session, model, reference, x)
-    expect(session.stats(), shape_misses=1, hits=3, compiles=1)
+    expect(session.stats(), hits=4, compiles=1)
     (step,) = beside.graphs()[0].variants[0].regions
     assert [len(each) for each in step.compiled.values()] == [1] and None not in step.compiled[()]
 
@@ -130,12 +128,12 @@ def test_a_session_that_compiles_itself_does_not_wait_for_the_background() -> No
 
 
 def test_what_is_compiled_in_another_state_than_it_is_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, looks, looked = _Slow(), background._in_same_state, threading.Event()
+    backend, looks, looked = _Slow(), queue._in_same_state, threading.Event()
 
-    def waits(job: background.Job) -> bool:
+    def waits(job: queue.Job) -> bool:
         return looked.wait(60) and looks(job)
 
-    monkeypatch.setattr(background, "_in_same_state", waits)
+    monkeypatch.setattr(queue, "_in_same_state", waits)
     session = ca.enable(backend=backend, on_miss="background")
     model, reference = _twins()
     x = torch.randn(4, 8)
@@ -253,9 +251,9 @@ def test_a_job_that_cannot_be_made_is_not_waited_for(
     x = torch.randn(4, requires_grad=True)
     wanted = torch.autograd.grad(x.sin().exp().sum(), x)
     with ca.enable(backend="eager", on_miss="background") as session:
-        monkeypatch.setattr(background, "memoryless", fails)
+        monkeypatch.setattr(queue, "memoryless", fails)
         assert_same(torch.autograd.grad(x.sin().exp().sum(), x), wanted)
-        assert not background.BACKGROUND.busy and session.wait(0)
+        assert not queue.QUEUE.busy and session.wait(0)
         monkeypatch.undo()
         assert_same(torch.autograd.grad(x.sin().exp().sum(), x), wanted)
         assert session.wait(60)
@@ -266,12 +264,12 @@ def test_a_job_that_cannot_be_made_is_not_waited_for(
 
 def test_nothing_of_a_step_is_kept_while_it_waits() -> None:
     tensor = torch.randn(1000, 1000)
-    twin = background.memoryless(tensor.t())
+    twin = queue.memoryless(tensor.t())
     assert (twin.shape, twin.stride(), twin.dtype) == (tensor.t().shape, tensor.t().stride(), tensor.dtype)
     assert twin.untyped_storage().nbytes() == 0
     parameter = nn.Parameter(torch.ones(2))
-    assert background.memoryless(parameter) is parameter
-    assert background.memoryless(3) == 3
+    assert queue.memoryless(parameter) is parameter
+    assert queue.memoryless(3) == 3
 
 
 _FORKS = """
@@ -319,7 +317,7 @@ import os
 import resource
 import subprocess
 import sys
-from compiled_autograd.policies import worker_process
+from compiled_autograd.compiling import worker_process
 
 worker = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 worker_process.WORKER._process = worker
@@ -456,7 +454,7 @@ def test_the_process_that_compiles_runs_no_code_of_the_current_folder(
 _FOUND_THROUGH_SYS_PATH = """
 import subprocess, sys
 sys.path.insert(0, {root!r})
-from compiled_autograd.policies import worker_process
+from compiled_autograd.compiling import worker_process
 code = "import compiled_autograd, backends; print(compiled_autograd.__file__, backends.__file__, sys.argv)"
 sys.path.remove({root!r})
 print(subprocess.run(worker_process.command(code), check=True, capture_output=True, text=True).stdout)
@@ -498,7 +496,7 @@ _ENDS_MEANWHILE = """
 import time
 import torch
 import compiled_autograd as ca
-from compiled_autograd.policies import worker_process
+from compiled_autograd.compiling import worker_process
 
 worker_process._MAIN = "import time; time.sleep(600)"
 start = worker_process._start
@@ -535,7 +533,7 @@ _ENDS_WHILE_IT_COMPILES = """
 import threading, time
 import torch
 import compiled_autograd as ca
-from compiled_autograd.policies import worker_process
+from compiled_autograd.compiling import worker_process
 
 compiling = threading.Event()
 
@@ -558,7 +556,7 @@ def test_what_fails_because_the_program_ends_is_not_told() -> None:
 
 _INTERRUPTED = """
 import os, signal, time
-from compiled_autograd.policies import worker_process
+from compiled_autograd.compiling import worker_process
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who started this in the background may have it ignored
 os.setpgid(0, 0)
@@ -616,32 +614,14 @@ def test_no_answer_is_taken_for_that_to_another_request(monkeypatch: pytest.Monk
         assert started[-1].stdin.closed and started[-1].stdout.closed
 
 
-@contextlib.contextmanager
-def _compiling_elsewhere() -> Iterator[None]:
-    began, ends = threading.Event(), threading.Event()
-
-    def compile() -> None:
-        with COMPILING:
-            began.set()
-            ends.wait(60)
-
-    thread = threading.Thread(target=compile)
-    thread.start()
-    assert began.wait(60)
-    try:
-        yield
-    finally:
-        ends.set()
-        thread.join()
-
-
 def test_what_is_submitted_while_the_program_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = background.Background()
-    monkeypatch.setattr(background, "WORKER", worker_process.Worker())
-    monkeypatch.setattr(background, "_import_first", lambda backend: one.stop())
+    one = queue.CompileQueue()
+    monkeypatch.setattr(queue, "WORKER", worker_process.Worker())
+    monkeypatch.setattr(queue, "_import_first", lambda backend: one.stop())
     region_compiler = SimpleNamespace(kind=lambda step, slots: (), backend=get_backend("eager"))
     step: Any = SimpleNamespace(inputs=(), fresh=())
-    one.submit(SimpleNamespace(region_compiler=region_compiler), step, [], 1, ambient())  # type: ignore[arg-type]
+    program: Any = SimpleNamespace(region_compiler=region_compiler)
+    assert one.submit(program, step, [], ambient()) is None
     assert one.wait(5) and not one.busy
 
 
@@ -649,15 +629,15 @@ def test_what_cannot_be_imported_since_the_program_ends_is_not_told(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     worker = worker_process.Worker()
-    for module in (background, execution):
+    for module in (queue, execution):
         monkeypatch.setattr(module, "WORKER", worker)
 
     def import_first(backend: Any) -> None:
         worker.end()
         raise AttributeError("'prims' object has no attribute 'sum'")
 
-    monkeypatch.setattr(background, "_import_first", import_first)
-    monkeypatch.setattr(background.BACKGROUND, "_imported", set())
+    monkeypatch.setattr(queue, "_import_first", import_first)
+    monkeypatch.setattr(queue.QUEUE, "_imported", set())
     model, reference = _twins()
     session = ca.enable(backend="eager", on_miss="background")
     _step(session, model, reference, torch.randn(4, 8))
@@ -667,15 +647,14 @@ def test_what_cannot_be_imported_since_the_program_ends_is_not_told(
 def test_a_child_that_is_forked_during_the_first_import_knows_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waited for ever for the rest of a module, which a thread was importing that it does not have."""
     held: list[bool] = []
-    monkeypatch.setattr(background, "_import_first", lambda backend: held.append(background._IMPORTING._is_owned()))
-    monkeypatch.setattr(background.BACKGROUND, "_imported", set())
+    monkeypatch.setattr(queue, "_import_first", lambda backend: held.append(bool(queue.QUEUE._importing)))
+    monkeypatch.setattr(queue.QUEUE, "_imported", set())
     model, reference = _twins()
     session, x = ca.enable(backend="eager", on_miss="background"), torch.randn(4, 8)
-    with _compiling_elsewhere():  # nobody waits for that
-        _step(session, model, reference, x)
+    _step(session, model, reference, x)
     assert session.wait(60)
     _step(session, model, reference, x)
-    assert held == [True] and not background._IMPORTING._is_owned()
+    assert held == [True] and not queue.QUEUE._importing
     expect(session.stats(), structure_misses=1, hits=1, captures=1, compiles=1)
 
 
@@ -702,7 +681,7 @@ def test_the_process_that_compiles_says_nothing_where_nobody_reads_its_answer(
 
 
 _COMPILES_LONG = """
-from compiled_autograd.policies import worker_main
+from compiled_autograd.compiling import worker_main
 import subprocess, time
 
 def answer(request):
@@ -715,7 +694,7 @@ worker_main.main(parent)
 _KILLED = f"""
 import os, sys, time
 import msgspec
-from compiled_autograd.policies import worker_process
+from compiled_autograd.compiling import worker_process
 
 worker_process._MAIN = {_COMPILES_LONG!r}
 process = worker_process._start()
@@ -778,13 +757,13 @@ def test_the_thread_lets_others_have_the_interpreter_soon(monkeypatch: pytest.Mo
     """A training beside it asks for the lock some hundred times in a step; afterwards all is as it was."""
     before = sys.getswitchinterval()
     seen: list[float] = []
-    compile_job = background._compile
+    compile_job = queue._compile
 
-    def spy(job: background.Job) -> None:
+    def spy(job: queue.Job) -> None:
         seen.append(sys.getswitchinterval())
         compile_job(job)
 
-    monkeypatch.setattr(background, "_compile", spy)
+    monkeypatch.setattr(queue, "_compile", spy)
     model = mlp()
     with ca.enable(backend="eager", on_miss="background") as session:
         model(torch.randn(2, 8)).sum().backward()

@@ -26,9 +26,8 @@ from compiled_autograd.diagnostics.bypass import INSIDE_COMPILE
 from compiled_autograd.engine import execution, seam
 from compiled_autograd.engine import session as sessions
 from compiled_autograd.lowering import stored_regions
-from compiled_autograd.lowering.region_compiler import COMPILING, RegionCompiler
 from compiled_autograd.threads.claims import CLAIMS, Claim
-from compiled_autograd.threads.forks import why_not_compile
+from compiled_autograd.threads.compile_thread import COMPILER, why_not_compile
 from compiled_autograd.threads.gate import GATE, Gate, Turn
 from shadow_cache import Bypass
 
@@ -360,50 +359,34 @@ def test_a_walk_waits_for_nobody_who_waits_for_it(session: bool, monkeypatch: py
     _nothing_is_stuck()
 
 
-@pytest.mark.parametrize("waits_for", ["the leaf", "writers"])
-def test_who_writes_leaves_waits_for_nobody_who_compiles(waits_for: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else who compiles could not wait for these leaves, in what Python runs in the midst of that."""
-    leaf = torch.zeros(1)
-    compiles, writes = threading.Event(), threading.Event()
-    original = RegionCompiler.compile_region
+def test_who_writes_leaves_waits_for_nobody_who_compiles() -> None:
+    """Code that Python runs there may wait for these leaves."""
+    compiles, ends = threading.Event(), threading.Event()
 
-    def compile_region(self: RegionCompiler, *args: Any, **named: Any) -> Any:
-        if threading.current_thread() in compiling:
-            compiling.clear()
-            compiles.set()
-            assert writes.wait(WAIT)
-            time.sleep(0.2)  # the other thread would wait for this one by now
-            if waits_for == "the leaf":
-                _writing(leaf, lambda: None)
-            else:
-                with ca.disable(), torch.enable_grad():
-                    _step()
-        return original(self, *args, **named)
-
-    compiling: list[threading.Thread] = []
-    monkeypatch.setattr(RegionCompiler, "compile_region", compile_region)
-    sessions: list[ca.Session] = []
-
-    def backward() -> None:
-        writes.set()
-        with ca.enable(backend="eager", cache_dir=False) as session:
-            assert same_bits(_step(), right)
-        sessions.append(session)
-
-    def first() -> None:
-        compiling[:] = [threading.current_thread()]
-        backward()
-
-    def writer() -> None:
-        assert compiles.wait(WAIT)
-        _writing(leaf, backward)
+    def slow(graph_module: Any, examples: Any) -> Any:
+        compiles.set()
+        assert ends.wait(WAIT)
+        return graph_module.forward
 
     with ca.disable():
         right = _step()
+
+    def first() -> None:
+        with ca.enable(backend=slow, cache_dir=False):
+            assert same_bits(_step(), right)
+
+    def backward() -> None:
+        with ca.enable(backend="eager", cache_dir=False) as session:
+            assert same_bits(_step(), right)
+        assert session.stats().compiles == 0 and not session.stats().failures  # it ran call by call
+        ends.set()
+
+    def writer() -> None:
+        assert compiles.wait(WAIT)
+        _writing(torch.zeros(1), backward)
+
     in_threads(first, writer, timeout=10)
     _nothing_is_stuck()
-    assert sessions[0].stats().compiles == 0  # it ran call by call
-    assert all(session.stats().backwards == 1 and not session.stats().failures for session in sessions)
 
 
 def test_a_backward_in_the_midst_of_waiting_for_the_seam() -> None:
@@ -446,7 +429,9 @@ def _first_in_line(then: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("inside", ["a walk", "compiling", "writing"])
-def test_a_lock_of_few_lines_is_not_waited_for_where_its_thread_may_wait_for_us(inside: str) -> None:
+def test_a_lock_of_few_lines_is_not_waited_for_where_its_thread_may_wait_for_us(
+    inside: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other thread has it, and waits for the end of what this one is in, in what Python runs in its midst."""
     with ca.disable():
         right = _step()
@@ -464,8 +449,8 @@ def test_a_lock_of_few_lines_is_not_waited_for_where_its_thread_may_wait_for_us(
         elif inside == "writing":
             _writing(torch.zeros(1), work)
         else:
-            with COMPILING:
-                work()
+            monkeypatch.setattr(COMPILER, "thread", threading.get_ident())
+            work()
 
     with sessions._RECORDING, graphs._ADDING, stored_regions._WRITING, forms._MAKING:
         in_threads(within, timeout=10)

@@ -34,7 +34,7 @@ from backends.inductor.cuda.kernels import Aligned, Launched, alignment_of, laun
 from backends.inductor.poison import run_poisoned
 from backends.inductor.wrappers import store
 from backends.parsing import parsed
-from compiled_autograd.policies import worker_process
+from compiled_autograd.compiling import worker_process
 
 from .helpers import in_subprocess, same_bits
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import compiled_autograd as ca
+from compiled_autograd.compiling.queue import QUEUE
 from compiled_autograd.engine import backward
 from compiled_autograd.engine.fast_path import arming as fast_path
 from compiled_autograd.engine.fast_path.arming import FAST_PATH
 from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.engine.records import key_of
 from compiled_autograd.policies import ledger
-from compiled_autograd.policies.background import BACKGROUND
 from compiled_autograd.policies.decision import Record, State
 from compiled_autograd.policies.ledger import LEDGER
 
@@ -196,7 +196,7 @@ def test_random_trainings(hits: NativeHits, monkeypatch: pytest.MonkeyPatch, see
     monkeypatch.setattr(ledger, "REST", 5)
 
     def session() -> ca.Session:
-        assert seed > 0 or BACKGROUND.wait(60)  # else it is a matter of luck whether anything serves in time
+        assert seed > 0 or QUEUE.wait(60)  # else it is a matter of luck whether anything serves in time
         ledger.WORTH = chance.choice([0.0, 1e9])
         if chance.random() < 0.1:
             LEDGER.clear()

@@ -15,11 +15,9 @@ import os, signal, sys, threading
 import torch
 import compiled_autograd as ca
 from compiled_autograd.diagnostics import bypass
-from compiled_autograd.threads import forks
 from compiled_autograd.cache import graphs
 from compiled_autograd.engine import session as sessions
 from compiled_autograd.threads.gate import GATE, Turn
-from compiled_autograd.lowering.region_compiler import COMPILING
 from shadow_cache import compile_counter
 from backends.inductor import kernels
 
@@ -67,7 +65,16 @@ with session:
 """
 
 _COMPILING = """
-threading.Thread(target=hold, args=(COMPILING,), daemon=True).start()
+def slow(graph_module, examples):
+    held.set()
+    done.wait()
+    return graph_module.forward
+
+def compile_slowly():
+    with ca.enable(backend=slow):
+        grad(lambda x: x.tanh())
+
+threading.Thread(target=compile_slowly, daemon=True).start()
 held.wait()
 
 def child():

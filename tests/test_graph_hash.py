@@ -24,12 +24,12 @@ from backends import get_backend
 from backends.eager import EagerBackend
 from backends.inductor.straight_line.straight_line import StraightLine
 from compiled_autograd.cache.graphs import GRAPHS
+from compiled_autograd.compiling.worker_process import _request
 from compiled_autograd.guards.ambient import ambient
 from compiled_autograd.lowering import stored_regions
 from compiled_autograd.lowering.graph_hash import graph_hash
 from compiled_autograd.lowering.region_compiler import CompiledRegion, RegionCompiler
 from compiled_autograd.lowering.stored_regions import InMemoryGraph, Made, copy_of
-from compiled_autograd.policies.worker_process import _request
 from compiled_autograd.steps.steps import region_record
 
 from .helpers import assert_grads, assert_same, expect, mlp, switching_every

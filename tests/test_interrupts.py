@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,15 +22,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses import fake_tensor
 
 import compiled_autograd as ca
 from backends.garbage_collection import RARELY
 from backends.signal_handlers import raise_what_a_handler_raised
 from compiled_autograd.capture import capture
+from compiled_autograd.compiling.queue import QUEUE, CompileQueue
 from compiled_autograd.engine import execution, seam
-from compiled_autograd.lowering.region_compiler import COMPILING
-from compiled_autograd.policies.background import Background
 from compiled_autograd.threads.claims import CLAIMS, Claim
 from compiled_autograd.threads.gate import GATE
 from compiled_autograd.torch_api.hook_handles import HANDLES
@@ -103,7 +100,7 @@ def _nothing_is_stuck() -> None:
     assert torch.is_grad_enabled() and torch._C._is_multithreading_enabled()
     assert torch._C._len_torch_dispatch_stack() == 0
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert not COMPILING._is_owned()  # type: ignore[attr-defined]
+    assert QUEUE.wait(20)
 
 
 @pytest.fixture
@@ -326,39 +323,6 @@ def test_a_tape_that_an_interrupt_broke_is_not_run_again(inside: str) -> None:
     assert count and broken
 
 
-def test_an_interrupt_while_a_region_is_lowered_leaves_the_filters_of_warnings() -> None:
-    """Also while the exception lives: a generator that it holds would not have put them back yet."""
-    files = _files("lower.py", "cpp_warnings.py")
-    with ca.enable(backend="eager", cache_dir=False):
-        _step(False)  # imports what adds filters
-    before = list(warnings.filters)
-
-    class InterruptAt(_InterruptAt):
-        def __call__(self, frame: Any, event: str, argument: Any) -> None:
-            """In these files, and as a context manager of theirs is entered and left. As one of PyTorch's is, modes of
-            its would stay."""
-            of_contextlib = frame.f_code.co_filename == contextlib.__file__  # no object of others is asked for anything
-            generator = getattr(frame.f_locals.get("self"), "gen", None) if of_contextlib else None
-            if not of_contextlib or (generator is not None and generator.gi_code.co_filename in files):
-                super().__call__(frame, event, argument)
-
-    with ca.enable(backend="eager", cache_dir=False):
-        for count in itertools.count():
-            ca.reset()
-            interrupt = InterruptAt(count, (*files, contextlib.__file__))
-            loss = (torch.ones(2, requires_grad=True) * 2).sum()
-            sys.setprofile(interrupt)
-            try:
-                loss.backward()
-            except KeyboardInterrupt as error:
-                assert list(warnings.filters) == before, error.__traceback__
-            finally:
-                sys.setprofile(None)
-            if not interrupt.came:
-                break
-    assert count > 30
-
-
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="there Ctrl-C may come before the first call of a finally")
 def test_an_interrupt_while_the_store_is_locked_leaves_no_file_open(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "cache", create=True)
@@ -384,29 +348,6 @@ def test_an_interrupt_while_the_store_is_locked_leaves_no_file_open(tmp_path: Pa
     assert count > 5
 
 
-def test_an_interrupt_in_a_mode_of_pytorch(wanted: Callable[[bool], torch.Tensor]) -> None:
-    """It is entered and left by functions of Python's, and would stay on: the thread had fake tensors for ever."""
-    files = (fake_tensor.__file__,)
-    right = wanted(False)
-    for count in itertools.count():
-        ca.reset()
-        interrupt = _InterruptAt(count, files, ("__enter__", "__exit__"))
-        x = torch.ones(4, 4, requires_grad=True)
-        with ca.enable(backend="eager", cache_dir=False):
-            loss = _loss(x, False)
-            sys.setprofile(interrupt)
-            try:
-                with suppress(KeyboardInterrupt):
-                    loss.backward()
-            finally:
-                sys.setprofile(None)
-            _nothing_is_stuck()
-            assert same_bits(_step(False), right)
-        if not interrupt.came:
-            break
-    assert count > 10
-
-
 def test_an_interrupt_in_what_runs_before_a_fork() -> None:
     """Python tells of it and forks all the same: what holds other threads over the fork is given back after it."""
     files = _files("gate.py")
@@ -427,17 +368,17 @@ def test_an_interrupt_in_what_runs_before_a_fork() -> None:
 
 def test_an_interrupt_while_a_region_is_handed_to_the_background() -> None:
     """The thread that compiles could never say that it is done, and the tape would be left to eager for ever."""
-    files = (*_files("background.py"), threading.__file__)
+    files = (*_files("queue.py"), threading.__file__)
     backend = SimpleNamespace(name="eager", slow=False)
     program: Any = SimpleNamespace(region_compiler=SimpleNamespace(kind=lambda *_: (), backend=backend))
     for count in itertools.count():
-        background, interrupt = Background(), _InterruptAt(count, files)
+        background, interrupt = CompileQueue(), _InterruptAt(count, files)
         background._thread = threading.current_thread()  # which does not work
         step: Any = SimpleNamespace(inputs=[], fresh=[])
         sys.setprofile(interrupt)
         try:
             with suppress(KeyboardInterrupt):
-                background.submit(program, step, [], 0, ())
+                background.submit(program, step, [], ())
         finally:
             sys.setprofile(None)
         in_threads(functools.partial(background.wait, 0), timeout=20)

@@ -123,7 +123,7 @@ def test_what_is_too_large_is_found(tmp_path: Path) -> None:
 
 _MAY_SWALLOW_ALL = {
     "account.py": "it is logged, and the user's error raised",
-    "background.py": "a thread of its own, where no handler of a signal runs",
+    "queue.py": "a thread of its own, where no handler of a signal runs",
     "reporting.py": "the text of an error that is told",
     "worker_main.py": "a process of its own",
 }

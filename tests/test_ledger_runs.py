@@ -15,9 +15,10 @@ import torch
 
 import compiled_autograd as ca
 import shadow_cache
+from compiled_autograd.compiling import queue
 from compiled_autograd.engine.account import RunAccount
 from compiled_autograd.engine.handles import KEPT
-from compiled_autograd.policies import background, ledger
+from compiled_autograd.policies import ledger
 from compiled_autograd.policies.decision import Record
 from compiled_autograd.policies.ledger import LEDGER, LEFT_UNSAID, Ledger
 from shadow_cache import Bypass
@@ -363,14 +364,14 @@ def test_a_new_tape_is_compiled_in_the_background_once_it_has_run_for_long_enoug
 
 def test_while_it_is_compiled_beside_it_runs_on_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "FIRST_SECONDS", 0.0)
-    compiles, entered, leave = background.compile_elsewhere, threading.Event(), threading.Event()
+    compiles, entered, leave = queue.compile_elsewhere, threading.Event(), threading.Event()
 
     def slowly(*given: Any) -> Any:
         entered.set()
         assert leave.wait(60)
         return compiles(*given)
 
-    monkeypatch.setattr(background, "compile_elsewhere", slowly)
+    monkeypatch.setattr(queue, "compile_elsewhere", slowly)
     session = ca.enable(backend="eager", on_miss="background")
     assert _step(session, _known) == "structure_miss"
     assert entered.wait(60)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import compiled_autograd as ca
-from compiled_autograd.policies.background import BACKGROUND
+from compiled_autograd.compiling.queue import QUEUE
 from compiled_autograd.runtime.program import OpaqueStep
 from shadow_cache import Miss
 
@@ -287,7 +287,7 @@ def test_in_the_background_what_changed_meanwhile_is_not_baked_in() -> None:
                 loss.backward()
             node.factor = 100.0  # what the thread may find
             if wait and step:
-                assert BACKGROUND.wait(60)
+                assert QUEUE.wait(60)
             found.append(leaf.grad)
         return found
 

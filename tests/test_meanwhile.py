@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from backends.meanwhile import do_other_work, meanwhile
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -16,7 +17,6 @@ import compiled_autograd as ca
 from backends import garbage_collection
 from backends.garbage_collection import RARE_THRESHOLDS, RARELY
 from backends.inductor import batch
-from backends.meanwhile import do_other_work, meanwhile
 from compiled_autograd.capture import parameter_names, unnamed
 from compiled_autograd.engine import execution
 from compiled_autograd.engine.native_hits import NATIVE_HITS, NativeHits

@@ -22,8 +22,8 @@ from backends.inductor.cuda.capture import Device, cuda_device
 from backends.inductor.cuda.direct import Direct
 from backends.inductor.cuda.graphs import Replayed
 from backends.modes import MODES, name_in
+from compiled_autograd.compiling import worker_main, worker_process
 from compiled_autograd.guards.ambient import ambient
-from compiled_autograd.policies import worker_main, worker_process
 from compiled_autograd.settings import Settings, resolve
 
 from .helpers import assert_same, compare, expect, in_subprocess, mlp, same_bits

@@ -54,7 +54,6 @@ EXCEPTIONS = {
     "compiled_autograd/user_code/functions.py": {"_place_of_flag": _UNCHANGING},
     "shadow_cache/report/page.py": {"_text": _UNCHANGING, "_template": _UNCHANGING},
     "backends/garbage_collection.py": {"RARELY": _ALONE, _FORK: _ALONE},
-    "backends/meanwhile.py": {"_thread": _COMPILES},
     "backends/registry.py": {"_loaded": _SERVES_ON},
     "backends/inductor/backend.py": {"_decompositions": _UNCHANGING},
     "backends/inductor/batch.py": {"_known": _SERVES_ON, "_thread": _COMPILES, "_INSTEAD": _COMPILES},
@@ -233,7 +232,7 @@ def test_what_is_registered_can_be_listed() -> None:
     names = {id(value): name for module in modules for name, value in vars(module).items()}
     listed = [names.get(id(kept)) for kept in PROCESS]
     assert None not in listed and len(listed) == len(set(map(id, PROCESS)))
-    assert {"GRAPHS", "GATE", "CLAIMS", "STREAMS", "BACKGROUND", "COMPILING", "KEPT", "_warned"} <= set(listed)
+    assert {"GRAPHS", "GATE", "CLAIMS", "STREAMS", "QUEUE", "COMPILER", "KEPT", "_warned"} <= set(listed)
     assert PROCESS._reset[-1] is seam.forget  # first of all: what the engine knows, it hands to the others
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..meanwhile import do_other_work
 from .environment import inductor_settings
 from .kernels import ENTRY, Kernel, kernel_in
 from .workarounds.instead import Instead
@@ -125,8 +124,6 @@ def _compile(sources: Sequence[_Source]) -> dict[_Source, Kernel]:
     files = _shares(sources, get_compile_threads())
     compiled: dict[_Source, Kernel] = {}
     results = _start_all(files)
-    if sources:
-        do_other_work()
     for share, result in zip(files, results, strict=True):
         try:
             compiled.update(result())

@@ -32,7 +32,7 @@ from benchmarks.policy.programs import PROGRAMS, Program
 from benchmarks.policy.sequence import Recording, Tape
 from compiled_autograd.backends import get_backend
 from compiled_autograd.capture import tape as reader
-from compiled_autograd.policies.background import _import_first
+from compiled_autograd.compiling.queue import _import_first
 from compiled_autograd.shadow_cache import Bypass
 
 NAME = "_engine_run_backward"

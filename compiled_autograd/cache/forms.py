@@ -15,7 +15,7 @@ from ..ir import checkpoints, marked_hooks, nan_checks, reduced
 from ..process_state import free_in_child
 from ..runtime.program import CALLED
 from ..shadow_cache import Failure
-from ..threads.forks import unless_inside
+from ..threads.compile_thread import unless_inside
 from ..torch_api.checkpointing import frame_of
 from ..user_code.reducers import Groups, grouped
 from .variants import Handover

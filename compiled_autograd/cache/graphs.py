@@ -39,7 +39,7 @@ from ..shadow_cache import Key, Miss, ShadowGraph, Terminal, VariantKey
 from ..shadow_cache.safe_text import harmless, preformatted
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep
-from ..threads.forks import unless_inside
+from ..threads.compile_thread import unless_inside
 from ..torch_api import attributes
 from .forms import Forms
 from .stages import about, handed_on, readable

@@ -7,9 +7,9 @@ from collections import Counter
 
 import numpy as np
 
+from ..compiling.queue import QUEUE
 from ..engine.session import Session
 from ..outcomes import Stats
-from ..policies.background import BACKGROUND
 from ..shadow_cache.amounts import plural
 from .backward_times import BackwardTimes
 from .result import Comparison
@@ -45,12 +45,12 @@ class Watch:
         self._before = now
         if not self._has_begun:
             self._at_start = stats
-        return now == before and not BACKGROUND.busy
+        return now == before and not QUEUE.busy
 
     def is_compiling(self) -> bool:
         """Return whether something is being compiled in the background; asked once the turns have begun."""
         self._has_begun = True
-        return BACKGROUND.busy
+        return QUEUE.busy
 
     def since_settled(self) -> tuple[int, int, Counter[str]]:
         """Return the numbers of hits, of misses, and of each bypass since the turns began."""

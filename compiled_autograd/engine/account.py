@@ -25,7 +25,7 @@ from ..runtime.interpret import ONE_BY_ONE
 from ..settings import Settings
 from ..shadow_cache import Bypass, Failure, Miss
 from ..steps.run_context import RunReport
-from ..threads.forks import why_not_compile
+from ..threads.compile_thread import why_not_compile
 from .call import Call, HandedOver
 from .records import decided, missed, record_of
 from .session import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Session

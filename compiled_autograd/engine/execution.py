@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections.abc import Sequence
@@ -12,22 +11,18 @@ import torch
 from torch._C import _ImperativeEngine
 from torch.autograd import Variable
 
-from ..backends.garbage_collection import RARELY
-from ..backends.meanwhile import meanwhile
 from ..backends.signal_handlers import raise_what_a_handler_raised
-from ..cache.environment_key import versions
 from ..cache.selection import Selection, select
 from ..cache.variants import Handover, Variant
-from ..capture.unnamed import name_the_unnamed
+from ..compiling.queue import QUEUE
+from ..compiling.worker_process import WORKER
 from ..diagnostics.node_log import NodeLog
 from ..diagnostics.reporting import failure_of, logs_nodes
 from ..errors import CacheMissError, GradientMismatchError
 from ..guards.ambient import Ambient, ambient
 from ..ir import nan_checks
-from ..policies.background import BACKGROUND
 from ..policies.decision import Action
 from ..policies.ledger import LEDGER, waits
-from ..policies.worker_process import WORKER
 from ..runtime.program import Program
 from ..runtime.running_backward import Ends, Running
 from ..settings import Settings
@@ -35,7 +30,7 @@ from ..shadow_cache import Failure, VariantKey
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep, Slots
 from ..threads.claims import CLAIMS
-from ..threads.forks import why_not_compile
+from ..threads.compile_thread import why_not_compile
 from ..threads.gate import GATE
 from ..threads.others import out_of_walk
 from ..torch_api.hook_handles import HANDLES
@@ -44,16 +39,12 @@ from ..user_code.reducers import reducer_hooks
 from .account import Account, RunAccount
 from .call import Call, HandedOver, KnownShapes, Results
 from .fast_path.arming import FAST_PATH
-from .native_hits import NATIVE_HITS
 from .records import record_of
 from .session import HIT, Here, Outcome, thread
 from .whole.beside import Beside, asked_for, may_run_beside
 from .whole.checks import CHECKS
 
 _run_backward: Any = _ImperativeEngine.run_backward
-_OTHER_WORK = (RARELY.search_now, name_the_unnamed, versions)
-"""Work for a first step to do while it waits for a compiler."""
-_NO_OTHER_WORK = contextlib.nullcontext()
 
 
 def running() -> Running | None:
@@ -188,12 +179,10 @@ def _run(state: Running, run: RunAccount) -> Results:
             context.report.failures.extend(run.selection.failures)
         variant = run.selection.variant
         compared = settings.check_every > 0 and variant is not None and CHECKS.count(variant, settings)
-        get_ready = functools.partial(NATIVE_HITS.get_ready, settings)
-        with meanwhile(*_OTHER_WORK, get_ready) if run.selection.reasons else _NO_OTHER_WORK:
-            if variant is not None and compared:
-                results: Results = _compared(run, variant, ambient_state, context)
-            else:
-                results = _served(handed, variant, context)
+        if variant is not None and compared:
+            results: Results = _compared(run, variant, ambient_state, context)
+        else:
+            results = _served(handed, variant, context)
         context.call = 0
         if handed.is_reduced and handed.handover.unwritten:
             reducer_hooks(*handed.handover.unwritten)
@@ -295,9 +284,9 @@ def _allow(run: RunAccount, context: RunContext) -> None:
     decision = run.call.decision
     run.report.over_budget = decision is not None and decision.action is not Action.COMPILE
     refused = run.report.over_budget or why_not_compile() is not None
-    if refused or not (settings.compiles and waits(settings)):
+    if refused or not settings.compiles:
         context.may_compile = False
-    if settings.compiles and not waits(settings) and not refused:
+    elif not waits(settings):
         context.submit = functools.partial(_submit, run, run.ambient_state)
 
 
@@ -333,7 +322,8 @@ def _submit(run: RunAccount, ambient_state: Ambient, program: Program, step: Reg
     will_end = False
     try:
         LEDGER.begins(record, variant, ended)
-        will_end = BACKGROUND.submit(program, step, slots, ambient_state, ended)
+        job = QUEUE.submit(program, step, slots, ambient_state, ended=ended)
+        will_end = job is not None and job.ended is ended
     except Exception as error:  # noqa: BLE001  a later step tries again
         raise_what_a_handler_raised(error)
         if WORKER.ended:  # Python is about to end, and imports no more

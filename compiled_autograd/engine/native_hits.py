@@ -20,7 +20,6 @@ from ..backends import get_backend
 from ..cache.graphs import CompiledGraph
 from ..cache.variants import Handover
 from ..diagnostics.progress import Wait
-from ..lowering.tracing import modes_on
 from ..native.interface import Found, Module, Plan, Taken
 from ..native.library import Library
 from ..policies.ledger import waits
@@ -182,12 +181,6 @@ class NativeHits:
         new = _Learnt(learnt[0], module, bitwise, weakref.ref(given.graph))
         self._learnt = [new, *kept[: _MAX_PLANS - 1]]
         self._served(new)
-
-    def get_ready(self, settings: Settings) -> None:
-        """Load and check the extension, which takes as long as some steps of a small model, or begin to build it: best
-        while something is compiled. No lock is waited for, and the engine is not asked."""
-        if settings.native is not False and modes_on() == (0, 0):
-            self.module(settings)
 
     def module(self, settings: Settings, build: bool = True) -> Module | None:
         """Return the extension; None where it is not there, or not yet.

@@ -46,7 +46,7 @@ from ..policies.ledger import LEDGER
 from ..process_state import PROCESS
 from ..settings import Settings
 from ..shadow_cache import Miss
-from ..threads.forks import why_not_capture
+from ..threads.compile_thread import why_not_capture
 from ..threads.gate import GATE, Token, Turn, take
 from ..threads.others import clear_cache, set_autograd_compiler
 from ..torch_api.op_registry import captures_of_others, others_are_on

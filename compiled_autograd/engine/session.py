@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..cache.graphs import CompiledGraph
+from ..compiling.queue import QUEUE
 from ..diagnostics.reporting import count_repeats, is_told_at, tell, warn_of, warn_once
 from ..errors import WrongUseError
 from ..native.library import Library, why_unsupported
 from ..outcomes import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, TUNING, Outcome, Stats
-from ..policies.background import BACKGROUND
 from ..policies.ledger import LEDGER
 from ..policies.own_loop import OWN_LOOPS, why_off
 from ..process_state import PROCESS, OfThread, free_in_child
@@ -25,7 +25,7 @@ from ..report.summary import AT_EXIT, Summary
 from ..settings import Settings
 from ..shadow_cache import Bypass, Failure
 from ..shadow_cache.safe_text import preformatted
-from ..threads.forks import unless_inside
+from ..threads.compile_thread import unless_inside
 from .here import Here
 
 _EVERYWHERE: list[Session] = PROCESS.register([])
@@ -157,7 +157,7 @@ class Session:
         Returns:
             False where it took longer.
         """
-        return BACKGROUND.wait(timeout)
+        return QUEUE.wait(timeout)
 
     def graphs(self) -> list[CompiledGraph]:
         """Return the structures that this session captured or compiled, in the order in which it met them.

@@ -4,7 +4,6 @@ and run for the first time.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,14 +28,12 @@ from ..steps.memory import is_out_of_memory
 from ..steps.passes import Pass, run_passes
 from ..steps.run_context import RunContext, RunReport
 from ..steps.steps import CompiledRegion, RegionStep, Slots
-from ..threads.forks import compiles_under
 from . import aten
 from .graph_hash import graph_hash
 from .lower import Lowered, leaf_of, lower
 from .stored_regions import MADE, InMemoryGraph, Made, StoredRegions, copy_of, give_no_more, made_with
 from .wiring import all_copied, owned, strides_widened
 
-COMPILING = compiles_under(threading.RLock())  # neither tracing nor Inductor can be used by two threads at once
 _MAX_OPAQUE = 4
 """The largest number of calls that stay opaque because they cannot be traced with symbols, before a region is rather
 compiled for each set of shapes by itself."""
@@ -105,6 +102,10 @@ class RegionCompiler:
             ):
                 return True, None if compiled is None or compiled.proof.refuted else compiled
         return False, None
+
+    def may_load(self, step: RegionStep) -> bool:
+        """Return whether the store on disk may have the region."""
+        return self.stored is not None and step.span in self.stored.regions
 
     def load(self, step: RegionStep, slots: Slots, context: RunContext) -> bool:
         """Take what the store on disk has for the values in hand, if it has; :meth:`find` finds it then."""

@@ -19,7 +19,7 @@ from torch.fx.node import _get_qualified_name
 from ..backends.protocol import Backend, Compiled, another
 from ..process_state import PROCESS, WeaklyReferred, free_in_child
 from ..steps.steps import RegionRecord
-from ..threads.forks import unless_inside
+from ..threads.compile_thread import unless_inside
 from ..torch_api.fx_graph import Graph
 
 _WRITING = free_in_child(threading.RLock())  # milliseconds

@@ -83,12 +83,3 @@ def plain_tracing() -> Iterator[None]:
 def modes_on() -> tuple[int, int]:
     """Return how many modes of PyTorch the thread is in: of operators, and of functions."""
     return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
-
-
-def leave_modes(before: tuple[int, int]) -> None:
-    """Leave modes that were entered since then. Python functions enter and leave PyTorch's modes, and Ctrl-C may arrive
-    in them. Otherwise the thread would stay in the modes, and make fake tensors from then on."""
-    while torch._C._len_torch_dispatch_stack() > before[0]:
-        torch._C._pop_torch_dispatch_stack(None)
-    while torch._C._len_torch_function_stack() > before[1]:
-        torch._C._pop_torch_function_stack()

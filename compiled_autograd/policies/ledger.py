@@ -383,4 +383,4 @@ def is_choice(reason: Bypass) -> bool:
 
 
 LEDGER = Ledger()
-PROCESS.register(LEDGER, reset=LEDGER.clear)
+PROCESS.register(LEDGER, reset=LEDGER.clear, after_fork=LEDGER.nothing_compiles)

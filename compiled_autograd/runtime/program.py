@@ -7,6 +7,7 @@ function gave is known only there.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NoReturn
@@ -17,13 +18,14 @@ from torch import fx
 from .. import ir
 from ..backends import Backend
 from ..backends.signal_handlers import raise_what_a_handler_raised
+from ..compiling.queue import QUEUE, Job
 from ..diagnostics.progress import Wait
 from ..diagnostics.reporting import failure_of
-from ..errors import OverBudgetError, UntraceableError
+from ..errors import UntraceableError
+from ..guards.ambient import ambient
 from ..guards.shapes import Spec
 from ..ir import nan_checks, partition
-from ..lowering.region_compiler import COMPILING, RegionCompiler
-from ..lowering.tracing import leave_modes, modes_on
+from ..lowering.region_compiler import RegionCompiler
 from ..lowering.wiring import all_copied
 from ..proving.prover import prove
 from ..shadow_cache import Failure
@@ -45,7 +47,7 @@ from ..steps.run_context import RunContext
 from ..steps.schedule import Schedule
 from ..steps.steps import AccumulateStep, CompiledRegion, Executor, OpaqueStep, RegionStep, Slots
 from ..threads.claims import CLAIMS
-from ..threads.forks import why_not_compile
+from ..threads.compile_thread import why_not_compile
 from ..user_code.in_place import changed, check, versions_of
 from .interpret import ONE_BY_ONE, finish, heed
 from .opaque_calls import drop, run_calls, run_opaque
@@ -227,49 +229,59 @@ class Program:
         return dict.fromkeys(error.nodes, reason)
 
     def _obtain(self, step: RegionStep, slots: Slots, context: RunContext) -> tuple[bool, CompiledRegion | None]:
-        """Find what was not there a moment ago, load it or compile it."""
-        region_compiler = self.region_compiler
-        found, compiled = False, None
+        """Find what was not there a moment ago, load it or compile it.
+
+        Raises:
+            UntraceableError: some of its calls cannot be traced.
+        """
         if why_not_compile() is not None:  # nor load, which may import what was being imported
             return False, None
-        acquired: list[bool] = []
-        modes = modes_on()
-        try:
-            # In one go: see the gate. Where it fails, something is being compiled in the background; or by another
-            # thread, which may wait for the leaves that this one is writing.
-            acquired += map(COMPILING.acquire, (context.submit is None and not CLAIMS.made_here(),))
-            if acquired[0]:
-                found, compiled = region_compiler.find(step, slots)
-                if not found and region_compiler.load(step, slots, context):
-                    found, compiled = region_compiler.find(step, slots)
-                if not found and context.may_compile:
-                    if context.left() <= 0.0:
-                        raise OverBudgetError
-                    found, compiled = True, self._compile(step, slots, context)
-        except OverBudgetError:
-            found, context.may_compile, context.report.over_budget = False, False, True
-        finally:
-            try:
-                if acquired and acquired[0]:
-                    COMPILING.release()
-            finally:
-                leave_modes(modes)
+        found, compiled = False, None
+        compiles = context.may_compile and context.submit is None
+        # A step that does not wait waits for no other's compile; nor one that writes leaves, for which that may wait.
+        may_wait = not QUEUE.busy or not (context.submit is not None or CLAIMS.made_here())
+        if may_wait and (compiles or self.region_compiler.may_load(step)):
+            job = QUEUE.submit(
+                self,
+                step,
+                slots,
+                ambient(),
+                waits_with=context.report,
+                may_compile=compiles,
+                seconds=context.left() if compiles else math.inf,
+            )
+            if job is not None:
+                self._wait_for(job, context)
+            found, compiled = self.region_compiler.find(step, slots)
         if not found and context.submit is not None:
             context.submit(self, step, slots)
         return found, compiled
 
-    def _compile(self, step: RegionStep, slots: Slots, context: RunContext) -> CompiledRegion | None:
+    def _wait_for(self, job: Job, context: RunContext) -> None:
+        """Wait for a job, and take what came of it."""
         if context.wait is None:
             context.wait = Wait(context.progress)
+        is_mine = job.is_waited_for
 
         def what() -> tuple[str, str]:
             regions = list(self.region_compiler.regions())
-            number = regions.index(step) + 1 if step in regions else len(regions)
-            doing = "tracing" if context.report.stage == "lower" else "compiling"
+            number = regions.index(job.step) + 1 if job.step in regions else len(regions)
+            doing = "tracing" if job.report.stage == "lower" else "compiling"
             return f"{doing} region {number} of {len(regions)}", harmless(self.region_compiler.title())
 
-        with context.wait.shown(what):
-            return self.region_compiler.compile_region(step, slots, context)
+        with (
+            context.wait.shown(what) if QUEUE.is_next(job) else contextlib.nullcontext()
+        ):  # else another shows its line
+            job.wait()
+        if not is_mine or not job.is_waited_for:
+            return
+        job.is_waited_for = False  # others who waited take nothing
+        context.report.misses.clear()
+        context.report.join(job.report)
+        if job.over_budget:
+            context.may_compile, context.report.over_budget = False, True
+        if job.error is not None:
+            raise job.error
 
     def leave_opaque(self, step: RegionStep, error: UntraceableError, failures: list[Failure]) -> None:
         """Calls of a region have shown that they cannot be traced, while nothing runs."""

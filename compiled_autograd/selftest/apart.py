@@ -15,12 +15,12 @@ from pathlib import Path
 import msgspec
 import torch
 
+from ..compiling.worker_process import command
 from ..engine.fast_path.arming import FAST_PATH
 from ..engine.native_hits import NATIVE_HITS
 from ..engine.session import HIT
 from ..native.library import BEING_BUILT, Library, build_here, why_unsupported
 from ..policies.own_loop import OWN_LOOPS, why_off
-from ..policies.worker_process import command
 from ..process_state import PROCESS
 from .checks import NOT_HERE, OFF, OK, WRONG, PartResult, Verdict, check_step, check_tape, measured, session_with
 from .tapes import HERE, LEFT_TO_EAGER, SIZES, STEPS, TapeCase

@@ -50,9 +50,15 @@ class RunReport:
 
     def take(self, other: RunReport) -> None:
         """Add what was done in the background since the last run."""
-        self.compiles += other.compiles
         self.background += other.compiles
+        self.join(other)
+
+    def join(self, other: RunReport) -> None:
+        """Add what was done for this run."""
+        self.compiles += other.compiles
+        self.loads += other.loads
         self.failures.extend(other.failures)
+        self.misses.extend(other.misses)
         self.compile_id = self.compile_id or other.compile_id
         for stage, seconds in other.seconds.items():
             self.add(stage, seconds)
@@ -120,5 +126,5 @@ class RunContext:
     module: Module | None = None
     """The extension, where it has walked the tape: it tells of most results at once that they are the same."""
     submit: Callable[[Any, Any, list[Any]], None] | None = None
-    """With ``on_miss="background"``, a function that takes a region without compiled code for its values, and the
-    values."""
+    """A function that takes a region without compiled code for its values, and the values; None if the run waits for
+    compiles."""

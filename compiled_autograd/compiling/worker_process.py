@@ -185,7 +185,7 @@ _BEGIN = (
     "import os, sys; parent = os.getppid(); sys.path[:] = dict.fromkeys([*sys.argv[1:], *sys.path]); del sys.argv[1:]; "
 )
 """Before this has run, nothing is imported but what Python itself imports: the parent may be killed meanwhile."""
-_MAIN = "from compiled_autograd.policies.worker_main import main; main(parent)"
+_MAIN = "from compiled_autograd.compiling.worker_main import main; main(parent)"
 
 
 def _start() -> subprocess.Popen[bytes]:

@@ -1,0 +1,57 @@
+"""Decides whether a thread may have code compiled now.
+
+One thread of the process lowers and compiles (:mod:`compiled_autograd.compiling.queue`). Code that Python runs inside
+it compiles nothing, for it would wait for itself. Nor does code that runs inside a wait for the engine's seam, for
+which the compiling thread waits too (:data:`bypass.INSIDE_COMPILE`).
+
+In a forked child only the thread that forked exists. If another one was compiling, Inductor, fake tensors and imports
+may have locks of theirs held for ever, and the child compiles nothing (:data:`bypass.FORKED`). Locks of this package
+guard a few lines and are made free in the child: at worst such a line was half done, and the code is written so that
+nothing needs the other half.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from _thread import get_ident
+from dataclasses import dataclass
+from typing import Any
+
+from ..diagnostics.bypass import FORKED, INSIDE_COMPILE
+from ..process_state import PROCESS
+from ..shadow_cache import Bypass
+from .claims import CLAIMS
+from .gate import GATE
+
+_NOTHING = contextlib.nullcontext()
+
+
+@dataclass(slots=True)
+class _Compiler:
+    """The compiling thread; ``is_broken``: it was forked away while it compiled."""
+
+    thread: int = 0
+    is_broken: bool = False
+
+
+COMPILER = PROCESS.register(_Compiler())
+
+
+def why_not_compile() -> Bypass | None:
+    """Return why this thread may compile nothing now; None if it may."""
+    return INSIDE_COMPILE if GATE.stands_in_line() else why_not_capture()
+
+
+def why_not_capture() -> Bypass | None:
+    """Return why this thread, which has the seam, may not capture a tape to compile it."""
+    if COMPILER.is_broken:
+        return FORKED
+    return INSIDE_COMPILE if COMPILER.thread == get_ident() else None
+
+
+def unless_inside(lock: Any) -> Any:
+    """Return a lock that guards a few lines; a null context inside a walk, a compile or a write of leaves. Another
+    thread may hold the lock and wait for the end of these, so waiting for it would be a deadlock. Two threads in those
+    lines are less harmful."""
+    inside = (GATE.line and GATE.stands_in_line()) or (CLAIMS.made and CLAIMS.made_here())
+    return _NOTHING if inside or COMPILER.thread == get_ident() else lock

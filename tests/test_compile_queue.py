@@ -1,0 +1,164 @@
+"""The compile queue: who waits for a job, who takes what came of it, and how it ends."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import compiled_autograd as ca
+from compiled_autograd.compiling.queue import QUEUE
+from compiled_autograd.threads.compile_thread import COMPILER
+
+from .helpers import in_subprocess, in_threads, same_bits
+
+
+class _TimeIsUpError(Exception):
+    pass
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    def handler(number: int, frame: object) -> None:
+        raise _TimeIsUpError
+
+    before = signal.signal(signal.SIGALRM, handler)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def _grad(x: torch.Tensor) -> torch.Tensor:
+    (grad,) = torch.autograd.grad((x.sin() * x.exp()).sum(), x)
+    return grad
+
+
+class _Slow:
+    """A backend that counts its compiles, and waits in each."""
+
+    def __init__(self) -> None:
+        self.let, self.began = threading.Event(), threading.Event()
+        self.threads: list[int] = []
+
+    def __call__(self, graph_module: torch.fx.GraphModule, examples: Any) -> Callable[..., Any]:
+        self.threads.append(threading.get_ident())
+        self.began.set()
+        assert self.let.wait(60)
+        return graph_module.forward
+
+
+def test_an_interrupted_step_leaves_its_compile_to_the_next(alarm: None) -> None:
+    backend, x = _Slow(), torch.randn(8, requires_grad=True)
+    right = _grad(x)
+    with ca.enable(backend=backend, cache_dir=False, on_miss="compile") as session:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(_TimeIsUpError):
+            _grad(x)
+        assert QUEUE.busy
+        threading.Timer(0.2, backend.let.set).start()
+        assert same_bits(_grad(x), right) and same_bits(_grad(x), right)
+    assert backend.threads == [COMPILER.thread] and session.last is not None and session.last.outcome == "hit"
+    assert session.stats().compiles == 1 and session.stats().failures == 0
+
+
+def test_a_handler_may_run_a_backward_while_its_step_waits(alarm: None) -> None:
+    """Also the same one: it waits for the same job."""
+    backend, x = _Slow(), torch.randn(8, requires_grad=True)
+    right, found = _grad(x), list[torch.Tensor]()
+
+    def handler(number: int, frame: object) -> None:
+        threading.Timer(0.2, backend.let.set).start()
+        with torch.enable_grad():
+            found.append(_grad(x))
+
+    signal.signal(signal.SIGALRM, handler)
+    with ca.enable(backend=backend, cache_dir=False, on_miss="compile") as session:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        assert same_bits(_grad(x), right)
+    assert same_bits(found[0], right) and len(backend.threads) == 1
+    assert session.stats().backwards == 2 and session.stats().compiles == 1
+
+
+def test_steps_of_several_threads_wait_for_one_thread() -> None:
+    backend, x = _Slow(), torch.randn(8, requires_grad=True)
+    right, sessions = _grad(x), list[ca.Session]()
+
+    def work() -> None:
+        with ca.enable(backend=backend, cache_dir=False, on_miss="compile") as session:
+            assert same_bits(_grad(x), right)
+        sessions.append(session)
+
+    threading.Timer(0.5, backend.let.set).start()
+    in_threads(work, work, work, timeout=30)
+    assert {*backend.threads} == {COMPILER.thread}
+    assert len(backend.threads) == sum(each.stats().compiles for each in sessions) <= 3
+
+
+def test_what_a_backend_raises_that_is_no_exception_comes_out() -> None:
+    def stops(graph_module: torch.fx.GraphModule, examples: Any) -> Callable[..., Any]:
+        raise KeyboardInterrupt("by the user of a debugger")
+
+    x = torch.randn(8, requires_grad=True)
+    right = _grad(x)
+    with ca.enable(backend=stops, cache_dir=False, on_miss="compile"), pytest.raises(KeyboardInterrupt):
+        _grad(x)
+    with ca.enable(backend="eager", cache_dir=False, on_miss="compile") as session:
+        assert same_bits(_grad(x), right) and same_bits(_grad(x), right)
+    assert session.stats().hits == 1  # the thread is still there
+
+
+@pytest.mark.parametrize("on_miss", ["compile", "background"])
+def test_a_trace_has_the_autocast_of_the_step(on_miss: str) -> None:
+    @ca.traceable
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        return grad * (2.0 if torch.is_autocast_enabled("cpu") else 3.0)
+
+    with ca.enable(backend="aot_eager", cache_dir=False, on_miss=on_miss) as session:
+        for inside in (True, False, True, False, True, False):
+            for _ in range(3):
+                x = torch.ones(4, requires_grad=True)
+                y = x * 1.0
+                y.register_hook(hook)
+                loss = y.sum()
+                with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                    (grad,) = torch.autograd.grad(loss, x)
+                assert grad.tolist() == [2.0 if inside else 3.0] * 4
+                assert session.wait(60)
+    assert session.stats().hits
+
+
+_ENDS = """
+import signal, time
+import torch
+import compiled_autograd as ca
+
+def slow(graph_module, examples):
+    end = time.time() + 60
+    while time.time() < end:
+        torch.ones(3) + 1
+    return graph_module.forward
+
+def handler(number, frame):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 1)
+with ca.enable(backend=slow, cache_dir=False, on_miss="compile"):
+    try:
+        torch.ones(3, requires_grad=True).exp().sum().backward()
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+def test_a_program_ends_soon_after_its_wait_was_interrupted() -> None:
+    began = time.monotonic()
+    result = in_subprocess(_ENDS)
+    assert result.returncode == 0 and "interrupted" in result.stdout, result.stderr
+    assert "terminate" not in result.stderr
+    assert time.monotonic() - began < 50

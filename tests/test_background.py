@@ -73,7 +73,7 @@ def test_what_a_step_of_another_session_has_compiled_meanwhile_stays(monkeypatch
     assert beside.wait(60)
     for _ in range(3):
         _step(session, model, reference, x)
-    expect(session.stats(), hits=4, compiles=1)
+    expect(session.stats(), shape_misses=1, hits=3, compiles=1)
     (step,) = beside.graphs()[0].variants[0].regions
     assert [len(each) for each in step.compiled.values()] == [1] and None not in step.compiled[()]
 

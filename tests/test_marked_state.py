@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -161,6 +162,13 @@ def test_a_list_inside_another_is_the_same_one_afterwards() -> None:
     _INNER.clear()
 
 
+def _end_compile_thread() -> None:
+    if QUEUE._thread is not None:
+        QUEUE._queue.put(None)
+        QUEUE._thread.join()
+        QUEUE._thread = None
+
+
 def test_a_trace_touches_no_list_that_another_thread_may_change() -> None:
     """The real one has what the hook sees while it is called, and a copy what it sees while it is traced."""
     seen: list[bool] = []
@@ -175,12 +183,16 @@ def test_a_trace_touches_no_list_that_another_thread_may_change() -> None:
             seen.append(frame.f_locals["table"] is table)
 
     session = ca.enable(backend="aot_eager")
+    _end_compile_thread()  # the next one is traced
+    threading.settrace(watch)
     sys.settrace(watch)
     try:
         _steps_of_hook(session, ca.traceable(hook), [None] * 3, lambda value: None)
     finally:
         sys.settrace(None)
-    assert seen.count(True) == 3 and len(table) == 4
+        threading.settrace(None)  # type: ignore[arg-type]
+        _end_compile_thread()
+    assert False in seen and seen.count(True) == 3 and len(table) == 4
 
 
 @ca.traceable

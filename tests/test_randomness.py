@@ -92,7 +92,7 @@ def test_inductor_keeps_the_generators_outside_of_ours_alone(beside: bool) -> No
 
     def run() -> list[bool]:
         if beside:
-            randomness.compiles_beside()
+            randomness.compiles_beside(True)
         with randomness.generators_kept(None):
             inside = drawn_within()
         return [inside, drawn_within()]

@@ -20,6 +20,7 @@ from compiled_autograd.engine import backward, decide, seam
 from compiled_autograd.engine.cuda import streams
 from compiled_autograd.engine.cuda.devices import cuda_device, lie_apart
 from compiled_autograd.engine.cuda.streams import DEFAULT, UNKNOWN, StreamWatch, _Thread
+from compiled_autograd.threads.compile_thread import COMPILER
 
 from .helpers import assert_same, expect, in_subprocess
 
@@ -485,15 +486,18 @@ def test_a_tape_on_several_devices_is_eagers(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_tapes_device_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered: list[int] = []
+    """Of each run, and of the thread that compiles."""
+    entered: dict[int, list[int]] = {}
 
     @contextlib.contextmanager
     def device(index: int) -> Iterator[None]:
-        entered.append(index)
+        here = entered.setdefault(threading.get_ident(), [])
+        here.append(index)
         yield
-        entered.append(-1)
+        here.append(-1)
 
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(seam, "cuda_device", lambda tape: 1)
     expect(steps(ca.enable(backend="eager")), structure_misses=1, hits=2)
-    assert entered == [1, -1] * 3
+    assert entered.pop(threading.get_ident()) == [1, -1] * 3
+    assert entered == {COMPILER.thread: [1, -1]}

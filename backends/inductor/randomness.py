@@ -54,9 +54,9 @@ _thread = _Thread()
 _INSTEAD = Instead("torch._dynamo.utils", "preserve_rng_state", lambda before: contextlib.nullcontext())
 
 
-def compiles_beside() -> None:
-    """The calling thread compiles while others train, from now on."""
-    _thread.is_beside = True
+def compiles_beside(is_beside: bool) -> None:
+    """Set whether the calling thread compiles while others train."""
+    _thread.is_beside = is_beside
 
 
 @contextlib.contextmanager

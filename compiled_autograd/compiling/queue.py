@@ -1,4 +1,4 @@
-"""The compile queue: one thread lowers from tensors without memory, and compiles.
+"""The compile queue: one thread loads, lowers and compiles regions.
 
 Steps wait for it (``on_miss="compile"``) or do not (``"background"``). What no step waits for, a process of lower
 priority compiles; a later step finds what was made.
@@ -46,6 +46,7 @@ from .worker_process import WORKER, ProcessEndsError, compile_elsewhere
 class Compiles(Protocol):
     """A program, as far as the queue knows it."""
 
+    tape: ir.TapeGraph
     region_compiler: RegionCompiler
 
     def leave_opaque(self, step: RegionStep, error: UntraceableError, failures: list[Failure]) -> None:
@@ -60,7 +61,7 @@ class Job:
         may_compile: False where it is only to be loaded from the store.
         until: when tracing must have ended (``time.perf_counter``).
         ended: called at the end with the seconds of lowering and compiling; 0 if it came to nothing.
-        is_waited_for: a step waits, and takes ``report``, ``over_budget`` and ``error`` then.
+        owner: the report of the step that waits, and takes ``report``, ``over_budget`` and ``error`` at the end.
         error: that calls cannot be traced; or what a backend has raised that is no ``Exception``.
     """
 
@@ -74,7 +75,7 @@ class Job:
     may_compile: bool = True
     until: float = math.inf
     ended: Callable[[float], None] | None = None
-    is_waited_for: bool = False
+    owner: RunReport | None = None
     report: RunReport = field(default_factory=RunReport)
     over_budget: bool = False
     error: BaseException | None = None
@@ -90,12 +91,8 @@ class Job:
         """Wait for the end, in one call of C: a signal's handler may run and raise meanwhile, and may itself wait."""
         bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._bells.append(bell)
-        try:
-            if not self._is_over:
-                bell.get()
-        except BaseException:
-            self.is_waited_for = False
-            raise
+        if not self._is_over:
+            bell.get()
 
     def ring(self) -> None:
         """Wake all who wait."""
@@ -107,6 +104,7 @@ class Job:
 _LAST_SECONDS = 2.0
 """Seconds that the process waits for the thread when it ends."""
 _TRIES = 20
+"""Times that a busy thread is told to end in these seconds."""
 
 
 class CompileQueue:
@@ -142,7 +140,7 @@ class CompileQueue:
         imported.
 
         Args:
-            ended: called when that has ended; not where the same is under way for somebody else.
+            ended: called at the end of the job; never if another step has submitted the same.
             waits_with: the report of a step that is about to wait.
             seconds: those that tracing may take.
 
@@ -165,7 +163,7 @@ class CompileQueue:
         job = Job(program, step, stand_ins, kind, context, ambient_state, _autocast(), may_compile, ended=ended)
         job.until = time.perf_counter() + seconds
         if waits_with is not None:
-            job.is_waited_for = True
+            job.owner = waits_with
             job.report = RunReport(misses=[*waits_with.misses], compile_id=waits_with.compile_id)
         with self._lock:
             found = self._jobs.get(job.key)
@@ -202,8 +200,8 @@ class CompileQueue:
                     thread.join(_LAST_SECONDS / _TRIES)
 
     def reset_after_fork(self) -> None:
-        """Forget all jobs in a forked child, which has no such thread. Their regions are submitted again when they
-        occur, unless the fork came in the midst of one: then locks of Inductor's or of imports may be held for ever."""
+        """Forget all jobs in a forked child: it has no such thread. If the fork interrupted one, Inductor or an import
+        may hold locks forever, and the child compiles nothing."""
         jobs, importing = [*self._jobs.values()], self._importing - {threading.get_ident()}
         self.__init__()  # type: ignore[misc]
         COMPILER.thread = 0
@@ -225,7 +223,6 @@ class CompileQueue:
 
     def _work(self) -> None:
         COMPILER.thread = threading.get_ident()
-        compiles_beside()
         trace_alone()
         while True:
             job = self._queue.get()
@@ -307,7 +304,7 @@ class _OtherStateError(BaseException):
 
 def _compile(job: Job) -> float:
     """Return the seconds of lowering and compiling."""
-    compiler, report = job.program.region_compiler, job.report
+    compiler, device, report = job.program.region_compiler, job.program.tape.cuda_device, job.report
     context = RunContext(report, left=lambda: job.until - time.perf_counter())
 
     def compile_beside(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Made:
@@ -320,14 +317,15 @@ def _compile(job: Job) -> float:
         if not _in_same_state(job):
             return 0.0
         _set_autocast(job.autocast)  # a marked hook may ask for it
-        with torch.no_grad():
+        compiles_beside(job.owner is None)
+        with torch.no_grad(), contextlib.nullcontext() if device is None else torch.cuda.device(device):
             if compiler.find(job.step, job.slots)[0]:  # a step of another session has compiled it meanwhile
                 return 0.0
             if not compiler.load(job.step, job.slots, context) and job.may_compile:
                 QUEUE.import_for(compiler.backend)
                 if context.left() <= 0.0:
                     raise OverBudgetError
-                how = compile_here if job.is_waited_for else compile_beside
+                how = compile_beside if job.owner is None else compile_here
                 compiler.compile_region(job.step, job.slots, context, how)
     except (_OtherStateError, ProcessEndsError):
         return 0.0
@@ -342,7 +340,7 @@ def _compile(job: Job) -> float:
         job.error = error
     if WORKER.ended:  # half of the interpreter is gone: the failure is not the graph's, and no step follows
         return 0.0
-    if not job.is_waited_for:
+    if job.owner is None:
         if isinstance(job.error, UntraceableError):
             job.program.leave_opaque(job.step, job.error, report.failures)
         for failure in report.failures:

@@ -39,6 +39,7 @@ from ..user_code.reducers import reducer_hooks
 from .account import Account, RunAccount
 from .call import Call, HandedOver, KnownShapes, Results
 from .fast_path.arming import FAST_PATH
+from .native_hits import NATIVE_HITS
 from .records import record_of
 from .session import HIT, Here, Outcome, thread
 from .whole.beside import Beside, asked_for, may_run_beside
@@ -183,6 +184,8 @@ def _run(state: Running, run: RunAccount) -> Results:
             results: Results = _compared(run, variant, ambient_state, context)
         else:
             results = _served(handed, variant, context)
+        if context.report.compiles and variant is not None and variant.program.region_compiler.backend.slow:
+            NATIVE_HITS.get_ready(settings)
         context.call = 0
         if handed.is_reduced and handed.handover.unwritten:
             reducer_hooks(*handed.handover.unwritten)

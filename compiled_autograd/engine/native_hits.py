@@ -182,6 +182,12 @@ class NativeHits:
         self._learnt = [new, *kept[: _MAX_PLANS - 1]]
         self._served(new)
 
+    def get_ready(self, settings: Settings) -> None:
+        """Load and check the extension, or begin to build it. It takes as long as some steps of a small model, so it is
+        done in a step that has compiled something. No lock is waited for, and the engine is not asked."""
+        if settings.native is not False:
+            self.module(settings)
+
     def module(self, settings: Settings, build: bool = True) -> Module | None:
         """Return the extension; None where it is not there, or not yet.
 

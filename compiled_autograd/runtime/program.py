@@ -28,7 +28,7 @@ from ..ir import nan_checks, partition
 from ..lowering.region_compiler import RegionCompiler
 from ..lowering.wiring import all_copied
 from ..proving.prover import prove
-from ..shadow_cache import Failure
+from ..shadow_cache import Failure, Miss
 from ..shadow_cache.safe_text import harmless
 from ..steps.accumulate import keep, write
 from ..steps.compiled_calls import (
@@ -261,7 +261,6 @@ class Program:
         """Wait for a job, and take what came of it."""
         if context.wait is None:
             context.wait = Wait(context.progress)
-        is_mine = job.is_waited_for
 
         def what() -> tuple[str, str]:
             regions = list(self.region_compiler.regions())
@@ -269,13 +268,18 @@ class Program:
             doing = "tracing" if job.report.stage == "lower" else "compiling"
             return f"{doing} region {number} of {len(regions)}", harmless(self.region_compiler.title())
 
-        with (
-            context.wait.shown(what) if QUEUE.is_next(job) else contextlib.nullcontext()
-        ):  # else another shows its line
-            job.wait()
-        if not is_mine or not job.is_waited_for:
+        shown = context.wait.shown(what) if QUEUE.is_next(job) else contextlib.nullcontext()  # else another shows its
+        try:
+            with shown:
+                job.wait()
+        except BaseException:
+            if job.owner is context.report:
+                job.owner = None
+            raise
+        if job.owner is not context.report:
+            where = f"the region of {len(job.step.region.nodes)} calls"
+            context.report.misses.append(Miss("guard", where, hint="it was being compiled for another step"))
             return
-        job.is_waited_for = False  # others who waited take nothing
         context.report.misses.clear()
         context.report.join(job.report)
         if job.over_budget:

@@ -43,7 +43,7 @@ def why_not_compile() -> Bypass | None:
 
 
 def why_not_capture() -> Bypass | None:
-    """Return why this thread, which has the seam, may not capture a tape to compile it."""
+    """Return why this thread may not capture a tape to compile it. It has the seam."""
     if COMPILER.is_broken:
         return FORKED
     return INSIDE_COMPILE if COMPILER.thread == get_ident() else None

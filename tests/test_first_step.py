@@ -1,4 +1,4 @@
-"""What a first step needs besides is done while it waits for a compiler, or when somebody asks for it."""
+"""What a first step needs besides a compile: names, a search for cycles, the extension."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from backends.meanwhile import do_other_work, meanwhile
 from torch import nn
-from torch._subclasses import FakeTensorMode
 
 import compiled_autograd as ca
-from backends import garbage_collection
+from backends import Backend, garbage_collection, registry
 from backends.garbage_collection import RARE_THRESHOLDS, RARELY
-from backends.inductor import batch
 from compiled_autograd.capture import parameter_names, unnamed
 from compiled_autograd.engine import execution
 from compiled_autograd.engine.native_hits import NATIVE_HITS, NativeHits
@@ -42,23 +39,33 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def _waits(asked: list[str]) -> Callable[[torch.fx.GraphModule, Sequence[Any]], Any]:
-    """A backend that waits for a compiler."""
+class _Slow(Backend):
+    """A backend that takes long, and says when it compiles."""
 
-    def backend(graph_module: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
-        asked.append("compiler started")
-        do_other_work()
-        asked.append("compiler waited for")
-        return graph_module.forward
+    name = "slow"
+    slow = True
 
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def compile(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        self.asked.append("compiler started")
+        return lambda inputs: graph_module(*inputs)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> _Slow:
+    """A backend with this name."""
+    backend = _Slow()
+    monkeypatch.setitem(registry._loaded, "slow", backend)
     return backend
 
 
-def test_names_are_looked_for_while_the_compiler_works(searches: list[str]) -> None:
-    model = mlp()
-    with ca.enable(backend=_waits(searches)) as session:
+def test_names_are_looked_for_after_a_compile(searches: list[str], slow: _Slow) -> None:
+    slow.asked, model = searches, mlp()
+    with ca.enable(backend="slow") as session:
         model(torch.randn(3, 8)).sum().backward()
-    assert searches == ["compiler started", "search", "compiler waited for"]
+    assert searches == ["compiler started", "search"]
     assert session.last is not None and session.last.graph is not None
     (reason,) = session.last.reasons
     assert reason.kind == "first_seen" and "of Sequential" in reason.where
@@ -143,45 +150,6 @@ def test_parameters_can_still_be_swapped() -> None:
     torch.utils.swap_tensors(model.weight, other.weight)
 
 
-# ---- the work --------------------------------------------------------------------------------------------------------
-
-
-def test_it_is_done_once_and_inside_alone() -> None:
-    done: list[int] = []
-    with meanwhile(lambda: done.append(1), lambda: done.append(2)):
-        with meanwhile(lambda: done.append(3)):
-            do_other_work()
-        do_other_work()
-        do_other_work()
-    do_other_work()
-    assert done == [3, 1, 2]
-
-
-def test_what_fails_costs_nothing_else() -> None:
-    done: list[int] = []
-
-    def fail() -> None:
-        raise OSError("planted")
-
-    with meanwhile(fail, lambda: done.append(1)):
-        do_other_work()
-    assert done == [1]
-
-
-@pytest.mark.parametrize("sources", [0, 2])
-def test_kernels_that_are_compiled_are_waited_for(monkeypatch: pytest.MonkeyPatch, sources: int) -> None:
-    order: list[str] = []
-
-    def start(files: Sequence[Any]) -> list[Any]:
-        order.append("started")
-        return [lambda: order.append("waited") or {} for _ in files]
-
-    monkeypatch.setattr(batch, "_start_all", start)
-    with meanwhile(lambda: order.append("other work")):
-        batch._compile([batch._Source((), str(number)) for number in range(sources)])
-    assert order == (["started", "other work", *["waited"] * len(order[2:])] if sources else ["started"])
-
-
 # ---- the search for cycles -------------------------------------------------------------------------------------------
 
 
@@ -230,40 +198,28 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "meanwhile"),
+    ("settings", "asked"),
     [
         ({"extension": "auto", "tune": True}, ["extension"]),
         ({"extension": "auto", "tune": False}, ["extension"]),
         ({"extension": "off", "tune": False}, []),
     ],
 )
-def test_the_extension_is_loaded_while_the_compiler_works(
-    extension: list[str], settings: dict[str, Any], meanwhile: list[str]
+def test_the_extension_is_loaded_after_a_compile(
+    extension: list[str], slow: _Slow, settings: dict[str, Any], asked: list[str]
 ) -> None:
     """To load and to check it takes as long as ten steps of a small model. The own loop is checked when no lock is held
     any more, since the engine is asked."""
-    x = torch.ones(3, requires_grad=True)
-    with ca.enable(backend=_waits(extension), cache_dir=False, **settings) as session:
+    slow.asked, x = extension, torch.ones(3, requires_grad=True)
+    with ca.enable(backend="slow", cache_dir=False, **settings) as session:
         x.exp().sum().backward()
     own_loop = ["own loop"] if settings["tune"] else []
-    assert extension == ["compiler started", *meanwhile, "compiler waited for", *own_loop]
+    assert extension == ["compiler started", *asked, *own_loop]
     expect(session.stats(), structure_misses=1, captures=1, compiles=1)
 
 
-def test_it_is_not_checked_under_a_mode_that_would_change_what_it_is_checked_with(extension: list[str]) -> None:
-    def backend(graph_module: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
-        with FakeTensorMode():
-            do_other_work()
-        return graph_module.forward
-
-    x = torch.ones(3, requires_grad=True)
-    with ca.enable(backend=backend, cache_dir=False, extension="auto"):
-        x.exp().sum().backward()
-    assert extension == []
-
-
 def test_it_is_ready_once_something_was_compiled(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, slow: _Slow
 ) -> None:
     """The real one, in the midst of a backward."""
     monkeypatch.setattr(own_loop, "why_own_loop_is_unchecked", lambda: "")
@@ -273,7 +229,7 @@ def test_it_is_ready_once_something_was_compiled(
     OWN_LOOPS.clear()
     x, y = torch.linspace(-1, 1, 8).requires_grad_(), torch.linspace(-1, 1, 8).requires_grad_()
     (y.exp() * y.sin()).sum().backward()
-    with ca.enable(backend=_waits([]), cache_dir=False, extension="auto", tune=True) as session:
+    with ca.enable(backend="slow", cache_dir=False, extension="auto", tune=True) as session:
         (x.exp() * x.sin()).sum().backward()
     assert plans.library is not None and plans.library.reason == ""
     assert OWN_LOOPS.module is not None and not OWN_LOOPS.reason

@@ -616,6 +616,8 @@ def test_a_peek_tells_first_nodes_apart(native: Any) -> None:
     peeks = [native.peek((root,), 0, 1) for root in roots]
     peeks += [native.peek((x.exp(),), 1, 1), native.peek((x.exp(),), 0, 2), native.peek((x.exp(), x.exp()), 0, 1)]
     assert len(set(peeks)) == len(peeks)
+    small = [(inputs, number) for inputs in range(40) for number in range(40)]
+    assert len({native.peek((x,), *each) for each in small}) == len(small), "numbers are told apart on their own"
     assert [native.peek((make(x),), 0, 1) for make in (Double.apply, torch.exp)] == [peeks[0], peeks[2]]
     deep = x
     for _ in range(70):

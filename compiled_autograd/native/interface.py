@@ -142,7 +142,7 @@ class Module(Protocol):
         Args:
             shapes: the number that the plan has for the hit's shapes.
             watched: keys of tapes that are left to Python, unless Python has looked them up.
-            number: the seed of these keys: see :meth:`peek`.
+            number: that of the session's settings: see :meth:`peek`.
             questions: those checked before the walk, and those checked once the tape is taken.
             hand_over: makes the Python object for a tape with which Python has to go on.
             may_write, write: of :meth:`Taken.run`: the check before, and the function for its results.
@@ -209,9 +209,13 @@ class Module(Protocol):
             captures: the gradients of inputs are asked for, and not added to theirs.
         """
 
-    def peek(self, outputs: Sequence[Any], inputs: int, seed: int) -> int | None:
-        """Return a hash of the seed, the number of inputs, and the classes and numbers of edges of the tape's first
-        nodes, at most 64, level by level. None if an output is no tensor. About a microsecond."""
+    def peek(self, outputs: Sequence[Any], inputs: int, number: int) -> int | None:
+        """Return a hash of a number, of the number of inputs, and of the classes and numbers of edges of the tape's
+        first nodes, at most 64, level by level. None if an output is no tensor. About a microsecond.
+
+        Args:
+            number: the number of the session's settings in the ledger: under other settings it is another tape.
+        """
 
     def program(self, function: Any, arguments: Sequence[int], gives: Sequence[int]) -> HostedProgram:
         """Make the compiled code of a region.

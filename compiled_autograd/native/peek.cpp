@@ -45,10 +45,12 @@ class First {
 
 }  // namespace
 
-uint64_t peek_at(PyObject* outputs, Py_ssize_t inputs, uint64_t seed) {
+uint64_t peek_at(PyObject* outputs, Py_ssize_t inputs, uint64_t number) {
   if (!PyTuple_Check(outputs)) throw Refused{"outputs are no tuple"};
   First first;
   std::vector<NodePtr> roots;  // another thread may give an output another tape
+  uint64_t seed = 0;
+  First::add(seed, number);  // one after the other: both are small, and must not cancel each other
   First::add(seed, static_cast<uint64_t>(inputs));
   for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(outputs); ++index) {
     const at::Tensor& output = tensor_of(PyTuple_GET_ITEM(outputs, index), "an output is no tensor");
@@ -62,11 +64,11 @@ uint64_t peek_at(PyObject* outputs, Py_ssize_t inputs, uint64_t seed) {
 PyObject* peek(PyObject*, PyObject* arguments) {
   PyObject* outputs;
   Py_ssize_t inputs;
-  unsigned long long seed;
-  if (!PyArg_ParseTuple(arguments, "OnK", &outputs, &inputs, &seed)) return nullptr;
+  unsigned long long number;
+  if (!PyArg_ParseTuple(arguments, "OnK", &outputs, &inputs, &number)) return nullptr;
   return or_error([&]() -> PyObject* {
     try {
-      return checked(PyLong_FromUnsignedLongLong(peek_at(outputs, inputs, seed)));
+      return checked(PyLong_FromUnsignedLongLong(peek_at(outputs, inputs, number)));
     } catch (const Refused&) {
       return Py_NewRef(Py_None);
     }

@@ -21,7 +21,6 @@ import msgspec
 import torch
 
 from .protocol import SOURCE, Backend, Compiled
-from .signal_handlers import raise_what_a_handler_raised
 
 _STABLE_MODULES = ("torch", "math", "operator", "_operator")
 FORMAT = 3
@@ -276,6 +275,5 @@ def link(stored: Stored, given: Mapping[str, Any]) -> dict[str, Any]:
     except ArtifactError:
         raise
     except Exception as error:
-        raise_what_a_handler_raised(error)
         raise ArtifactError(f"its code cannot be run here ({type(error).__name__}: {error})") from error
     return namespace

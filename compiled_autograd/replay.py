@@ -15,7 +15,6 @@ from torch import fx
 
 from . import ir
 from .api import enable
-from .backends.signal_handlers import raise_what_a_handler_raised
 from .cache.graphs import CompiledGraph
 from .cache.variants import Handover
 from .diagnostics.node_names import leaf_name
@@ -133,7 +132,6 @@ class Reproduction:
         try:
             return self._run(given, self._one_by_one)
         except Exception as error:  # any error of an operator
-            raise_what_a_handler_raised(error)
             raise ReproductionError(f"its operators cannot be run ({type(error).__name__}: {error})") from error
 
     def compiled(self, session: Session) -> Gradients:

@@ -21,7 +21,6 @@ import torch
 from torch import fx
 
 from ..backends import ArtifactError, Backend, Storing
-from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..diagnostics.reporting import warn_once
 from ..guards.ambient import Ambient, compile_state
 from ..lowering.graph_hash import InputKind, kinds_of_inputs
@@ -71,7 +70,6 @@ def compile_elsewhere(
             if reply.artifact is not None and reply.environment == _without_cuda(backend.environment()):
                 return Made(backend.load(reply.artifact), reply.artifact)
         except (OSError, EOFError, msgspec.DecodeError, ArtifactError) as error:
-            raise_what_a_handler_raised(error)
             if WORKER.ended:
                 raise ProcessEndsError from None
             warn_once(

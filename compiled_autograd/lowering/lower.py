@@ -17,7 +17,6 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 
 from ..backends import Backend
-from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..errors import IllegalGraphError, OverBudgetError, UntraceableError
 from ..guards.shapes import Spec, is_static
 from ..ir import check_nan, is_plain, sum_gradients
@@ -238,7 +237,6 @@ class _Lowering:
             else:
                 result = traced.call(node.target, arguments, run)
         except Exception as error:
-            raise_what_a_handler_raised(error)
             raise UntraceableError([node], error) from error
         known[node] = result
         for value in result if isinstance(result, (list, tuple)) else (result,):

@@ -326,7 +326,6 @@ class RegionCompiler:
         except (UntraceableError, OverBudgetError):
             raise
         except Exception as error:  # noqa: BLE001  whoever asked records it, and the region's calls run one by one
-            raise_what_a_handler_raised(error)
             return failure_of(stage, self.backend.name, step.region, error)
         lowering = InMemoryGraph(graph, made, lowered.origins)
         compiled = step.bind(lowering, made.call, lowered.wiring, self.kind(step, slots), guard)

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from compiled_autograd.engine.call import Call, HandedOver, Refused
 from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.native.library import BEING_BUILT, Library
 from compiled_autograd.settings import Settings
-from compiled_autograd.threads.claims import CLAIMS, Claim
+from compiled_autograd.steps import accumulate
+from compiled_autograd.steps.steps import AccumulateStep
 from compiled_autograd.torch_api import attributes
 
 MODE = os.environ.get("TESTS_NATIVE", "off")
@@ -120,11 +121,11 @@ class Both(NativeHits):
         super().__init__()
         self.library = library
         self._thread = threading.local()
-        self._claimed: deque[tuple[int, set[int]]] = deque(maxlen=1000)
+        self._written: deque[tuple[int, set[int]]] = deque(maxlen=1000)
 
-    def note(self, claim: Claim) -> None:
-        """A thread is about to write to leaves."""
-        self._claimed.append((claim.thread, claim.leaves()))
+    def note(self, leaves: Iterable[torch.Tensor], thread: int | None = None) -> None:
+        """A thread, the calling one if it is not named, is about to write to leaves."""
+        self._written.append((threading.get_ident() if thread is None else thread, {*map(id, leaves)}))
 
     def forget(self) -> None:
         self.forgot += 1
@@ -169,8 +170,8 @@ class Both(NativeHits):
         """Whether a ``.grad`` may have come or gone between the walks: it is another now, or another thread has had the
         leaf, which may have given a gradient and taken it away in that time."""
         me, leaves = threading.get_ident(), {*map(id, _leaves(tensors))}
-        claimed = any(thread != me and not leaves.isdisjoint(each) for thread, each in [*self._claimed])
-        return claimed or _gradients(tensors) != gradients
+        written = any(thread != me and not leaves.isdisjoint(each) for thread, each in [*self._written])
+        return written or _gradients(tensors) != gradients
 
 
 def _leaves(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -185,13 +186,22 @@ def _gradients(tensors: list[torch.Tensor]) -> list[int]:
 def compare_everywhere(library: Library) -> Both:
     """From now on, in this process."""
     both = backward.NATIVE_HITS = seam.NATIVE_HITS = Both(library)
-    enter = CLAIMS.enter
+    write_all, accumulate_, give = accumulate._write_all, accumulate.accumulate, accumulate._give_through_node
 
-    def enter_and_note(claim: Claim) -> None:
-        both.note(claim)
-        enter(claim)
+    def write_and_note(step: AccumulateStep, slots: list[Any]) -> None:
+        both.note(slots[leaf] for leaf in step.leaves)
+        write_all(step, slots)
 
-    CLAIMS.enter = enter_and_note  # type: ignore[method-assign]
+    def accumulate_and_note(leaves: Sequence[torch.Tensor], *given: Any) -> None:
+        both.note(leaves)
+        accumulate_(leaves, *given)
+
+    def give_and_note(leaf: torch.Tensor, grad: torch.Tensor) -> None:
+        both.note([leaf])
+        give(leaf, grad)
+
+    accumulate._write_all, accumulate.accumulate = write_and_note, accumulate_and_note
+    accumulate._give_through_node = give_and_note
     return both
 
 

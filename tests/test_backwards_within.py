@@ -26,9 +26,9 @@ from compiled_autograd.diagnostics.bypass import INSIDE_COMPILE
 from compiled_autograd.engine import execution, seam
 from compiled_autograd.engine import session as sessions
 from compiled_autograd.lowering import stored_regions
-from compiled_autograd.threads.claims import CLAIMS, Claim
 from compiled_autograd.threads.compile_thread import COMPILER, why_not_compile
 from compiled_autograd.threads.gate import GATE, Gate, Turn
+from compiled_autograd.threads.leaf_writes import LEAF_WRITES
 from shadow_cache import Bypass
 
 from .helpers import ROOT, WAIT, close, in_subprocess, in_threads, same_bits
@@ -89,7 +89,7 @@ def _step(leaf: torch.Tensor | None = None, factor: float = 2.0) -> torch.Tensor
 
 
 def _nothing_is_stuck() -> None:
-    assert GATE.idle() and not GATE.line and not CLAIMS.made and not CLAIMS._bells
+    assert GATE.idle() and not GATE.line and not LEAF_WRITES.writing
     assert execution.running() is None and execution.depth() == 0 and not seam.walking()
 
 
@@ -233,130 +233,28 @@ def test_a_backward_in_the_midst_of_looking_for_names(monkeypatch: pytest.Monkey
     _nothing_is_stuck()
 
 
-class _IsThereForAWhile(Claim):
-    """Of another thread, on every leaf, until it was asked a few times."""
-
-    asked = 0
-
-    def leaves(self) -> set[int]:
-        self.asked += 1
-        return {id(WEIGHT)} if self.asked < 4 else set()
-
-
-def test_a_claim_made_while_a_leaf_is_waited_for() -> None:
-    def within_it() -> None:
-        claim = Claim([WEIGHT], [0])
-        try:
-            CLAIMS.enter(claim)
-        finally:
-            claim.token.release()
-            CLAIMS.release(claim)
+def test_a_write_inside_a_write() -> None:
+    written: list[str] = []
 
     def work() -> int:
         for count in itertools.count():
-            CLAIMS.made.append(_IsThereForAWhile([WEIGHT], [0], thread=-1))
-            within = _RunAt(count, within_it)
+            written.clear()
+            within = _RunAt(count, lambda: _writing(lambda: written.append("within")))
             with _watched_by(within):
-                within_it()
-            CLAIMS.made.clear()
-            assert not CLAIMS._bells
+                _writing(lambda: written.append("around"))
+            assert not LEAF_WRITES.writing
             if not within.came:
+                assert written == ["around"]
                 return count
+            assert sorted(written) == ["around", "within"]
         raise AssertionError
 
-    assert in_threads(work)[0] > 20
+    assert in_threads(work)[0] > 8
 
 
-@pytest.mark.parametrize("threads", [2, 3])
-def test_threads_that_write_leaves_in_a_circle(threads: int) -> None:
-    """Each is in the midst of writing its own leaf, and there gives to the next one's. One of them is let pass."""
-    leaves = [torch.zeros(1) for _ in range(threads)]
-    have_theirs = threading.Barrier(threads)
-    writing: list[int] = []
-
-    def write(number: int) -> None:
-        writing.append(number)
-        time.sleep(0.1)
-        assert writing[-1] == number  # one after the other
-        leaves[number] += 1
-
-    def work(number: int) -> None:
-        following = (number + 1) % threads
-
-        def within() -> None:
-            have_theirs.wait(WAIT)
-            _writing(leaves[following], lambda: write(following))
-
-        _writing(leaves[number], within)
-
-    in_threads(*(functools.partial(work, number) for number in range(threads)), timeout=10)
-    _nothing_is_stuck()
-    assert [each.item() for each in leaves] == [1] * threads
-
-
-def test_threads_that_come_to_the_engine_while_they_write_leaves() -> None:
-    """Each in what Python runs in its midst, without a session: they do not wait for one another for ever."""
-    have_theirs = threading.Barrier(2)
-    with ca.enable(backend="eager", cache_dir=False):  # from then on backwards without a session come to us too
-        right = _step()
-
-    def within() -> None:
-        have_theirs.wait(WAIT)
-        with ca.disable():
-            assert same_bits(_step(), right)
-
-    def work() -> None:
-        _writing(torch.zeros(1), within)
-
-    in_threads(work, work, timeout=10)
-    _nothing_is_stuck()
-
-
-def _writing(leaf: torch.Tensor, then: Callable[[], object]) -> None:
+def _writing(then: Callable[[], object]) -> None:
     """Do something in the midst of writing a leaf."""
-    claim = Claim([leaf], (0,))
-    try:
-        CLAIMS.enter(claim)
-        then()
-    finally:
-        claim.token.release()
-        CLAIMS.release(claim)
-
-
-@pytest.mark.parametrize("session", [True, False])
-def test_a_walk_waits_for_nobody_who_waits_for_it(session: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread runs a backward in the midst of a walk, when another one comes to the gate in the midst of writing."""
-    walks, writes = threading.Event(), threading.Event()
-
-    class Waits(Capture):
-        def end_capture(self, outputs: Any) -> Any:
-            if threading.current_thread() in capturing:
-                capturing.clear()
-                walks.set()
-                assert writes.wait(WAIT)
-                time.sleep(0.2)  # the other thread waits for this walk by now
-                _step()
-            return super().end_capture(outputs)
-
-    capturing: list[threading.Thread] = []
-    monkeypatch.setattr(seam, "Capture", Waits)
-
-    def captures() -> None:
-        capturing[:] = [threading.current_thread()]
-        with ca.enable(backend="eager", cache_dir=False):
-            _step()
-
-    def comes() -> None:
-        writes.set()
-        with ca.enable(backend="eager", cache_dir=False) if session else contextlib.nullcontext():
-            _step()
-
-    def writer() -> None:
-        assert walks.wait(WAIT)
-        _writing(torch.zeros(1), comes)
-
-    in_threads(captures, writer, timeout=10)
-    _nothing_is_stuck()
+    assert LEAF_WRITES.in_turn(then)
 
 
 def test_who_writes_leaves_waits_for_nobody_who_compiles() -> None:
@@ -383,7 +281,7 @@ def test_who_writes_leaves_waits_for_nobody_who_compiles() -> None:
 
     def writer() -> None:
         assert compiles.wait(WAIT)
-        _writing(torch.zeros(1), backward)
+        _writing(backward)
 
     in_threads(first, writer, timeout=10)
     _nothing_is_stuck()
@@ -447,7 +345,7 @@ def test_a_lock_of_few_lines_is_not_waited_for_where_its_thread_may_wait_for_us(
         if inside == "a walk":
             _first_in_line(work)
         elif inside == "writing":
-            _writing(torch.zeros(1), work)
+            _writing(work)
         else:
             monkeypatch.setattr(COMPILER, "thread", threading.get_ident())
             work()

@@ -28,7 +28,7 @@ from compiled_autograd.engine.fast_path.arming import FAST_PATH
 from compiled_autograd.engine.handles import KEPT
 from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.steps.run_context import RunReport
-from compiled_autograd.threads.claims import CLAIMS
+from compiled_autograd.threads.leaf_writes import LEAF_WRITES
 
 from .both_walks import library_of, own_plans
 from .helpers import assert_same, in_subprocess, mlp
@@ -370,12 +370,12 @@ def test_what_it_does_not_run_python_goes_on_with(hits: NativeHits, net: tuple[M
 
 
 class Asks:
-    """Whether leaves may be written, or an error: in the place of ``CLAIMS.none_needed``."""
+    """Whether leaves may be written, or an error: in the place of ``LEAF_WRITES.none_needed``."""
 
     error: type[BaseException] | None = None
 
     def __init__(self) -> None:
-        self.right = CLAIMS.none_needed
+        self.right = LEAF_WRITES.none_needed
 
     def __call__(self) -> bool:
         if self.error is not None:
@@ -392,7 +392,7 @@ def error_in_its_middle(
     """It is counted once, as the hit that it was to be."""
     make, leaves = net
     session, asks = _session(), Asks()
-    monkeypatch.setattr(CLAIMS, "none_needed", asks)
+    monkeypatch.setattr(LEAF_WRITES, "none_needed", asks)
     _until_fast(session, make, leaves)
     before, served, asks.error = session.stats(), FAST_PATH.served, error
     with contextlib.nullcontext() if state is None else state(session, make(1)), pytest.raises(error, match="here"):
@@ -417,7 +417,7 @@ def test_plans_that_are_forgotten_meanwhile(
     hits: NativeHits, net: tuple[Make, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, leaves = net
-    session, asked, forgets = _session(), CLAIMS.none_needed, False
+    session, asked, forgets = _session(), LEAF_WRITES.none_needed, False
 
     def ask() -> bool:
         if forgets:
@@ -426,7 +426,7 @@ def test_plans_that_are_forgotten_meanwhile(
             gc.collect()
         return asked()
 
-    monkeypatch.setattr(CLAIMS, "none_needed", ask)
+    monkeypatch.setattr(LEAF_WRITES, "none_needed", ask)
     _until_fast(session, make, leaves)
     forgets, served = True, FAST_PATH.served
     assert_same(_step(session, make, leaves, 1), _eager(make, leaves, 1), bitwise=False)

@@ -9,7 +9,6 @@ import random
 import signal
 import sys
 import time
-import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,7 @@ from compiled_autograd.engine.fast_path.arming import FAST_PATH
 from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.report import step_log
 from compiled_autograd.steps.run_context import RunReport
-from compiled_autograd.threads.claims import CLAIMS, Claims
+from compiled_autograd.threads.leaf_writes import LEAF_WRITES
 
 from .helpers import assert_same, in_threads, mlp, resident_pages, switching_every, total
 from .test_fast_path import _UNTIL_FAST, Asks, Make, _eager, _session, _step, _until_fast
@@ -54,7 +53,7 @@ def _gone_already(session: ca.Session, make: Make, leaves: list[torch.Tensor]) -
 
 def _ended_by_an_error(session: ca.Session, make: Make, leaves: list[torch.Tensor]) -> None:
     """In its middle."""
-    asks: Any = CLAIMS.none_needed
+    asks: Any = LEAF_WRITES.none_needed
     asks.error = ValueError
     with pytest.raises(ValueError, match="here"):
         _step(session, make, leaves, 1)
@@ -123,8 +122,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> _Asked:
 
     for owner, name in ((arming, "_before_the_walk"), (arming, "_of_the_run"), (arming.ambient, "questions")):
         monkeypatch.setattr(owner, name, noted(getattr(owner, name)))
-    monkeypatch.setattr(CLAIMS, "none_needed", Asks())
-    monkeypatch.setattr(CLAIMS, "enter", types.MethodType(Claims.enter, CLAIMS))  # `both_walks` keeps a list of them
+    monkeypatch.setattr(LEAF_WRITES, "none_needed", Asks())
     for name in ("MAX_FIRST", "MAX_LAST"):  # what a session knows of its last steps is soon as much as it will be
         monkeypatch.setattr(step_log, name, 10)
     return found
@@ -139,7 +137,7 @@ def _keep_nothing(
     for _ in range(100):
         way(session, make, leaves)
     asked.closed = True
-    state = [session, session.settings, graph, variant, variant.program, CLAIMS, 1, ()]
+    state = [session, session.settings, graph, variant, variant.program, LEAF_WRITES, 1, ()]
     owned = [*state, *leaves, *asked.objects.values()]
     names = ["objects", "blocks", "pages", *[repr(each)[:50] for each in owned]]
 

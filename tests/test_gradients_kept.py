@@ -90,7 +90,7 @@ def test_a_view_is_kept_without_a_copy_of_its_memory() -> None:
         memory = slots[1].data_ptr()
         log = RunContext()
         accumulate.write(AccumulateStep([0], [1], [2], [0], [1], frozenset([1])), slots, log)
-    assert log.claim is None
+    assert not log.held
     assert leaf.grad is not None and not leaf.grad._is_view()
     assert leaf.grad.data_ptr() == memory and slots == [leaf, None, None]
     # Its own, and that of the storage object that is made to ask: the view's base is gone.

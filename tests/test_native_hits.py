@@ -19,7 +19,6 @@ from compiled_autograd.capture.capture import Capture
 from compiled_autograd.engine import backward, seam
 from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.settings import resolve
-from compiled_autograd.threads.claims import Claim
 from compiled_autograd.threads.gate import GATE, Turn
 
 from .both_walks import Both, library_of, native_plans, walked  # noqa: F401 (a fixture)
@@ -580,9 +579,7 @@ def test_what_both_walks_find_is_compared_unless_another_thread_wrote(
             elif between == "another thread takes a gradient":
                 leaf.grad = None
             else:
-                claim = Claim([leaf], [0], thread=-1)
-                claim.token.release()
-                self.note(claim)
+                self.note([leaf], thread=-1)
                 found[1][1].append(torch.ones(1))
 
     both = Disturbed(library_of(request.config))

@@ -25,8 +25,8 @@ from compiled_autograd.engine import backward
 from compiled_autograd.engine.fast_path.arming import FAST_PATH
 from compiled_autograd.runtime import native_run
 from compiled_autograd.runtime.native_run import NativeRun
-from compiled_autograd.threads.claims import CLAIMS, Claim
 from compiled_autograd.threads.gate import GATE, take
+from compiled_autograd.threads.leaf_writes import LEAF_WRITES
 
 from .both_walks import own_plans
 from .helpers import assert_same, mlp, switching_every
@@ -173,14 +173,14 @@ def test_a_gradient_that_came_while_the_tape_was_run(
 ) -> None:
     """By another thread: nothing of either is lost."""
     make, leaves = net
-    session, asked, comes = _session(), CLAIMS.none_needed, False
+    session, asked, comes = _session(), LEAF_WRITES.none_needed, False
 
     def meanwhile() -> bool:
         if comes:
             leaves[0].grad = torch.ones_like(leaves[0])
         return asked()
 
-    monkeypatch.setattr(CLAIMS, "none_needed", meanwhile)
+    monkeypatch.setattr(LEAF_WRITES, "none_needed", meanwhile)
     for step in range(_UNTIL_NATIVE):
         alone = _fresh(session, make, leaves, step)
     for fast in (1, 0):
@@ -197,16 +197,12 @@ def test_a_gradient_that_came_while_the_tape_was_run(
 
 def test_leaves_that_others_write_are_left_to_python(counted: Counted, net: tuple[Make, list[torch.Tensor]]) -> None:
     make, leaves = net
-    session, others = _session(), torch.zeros(1)
+    session = _session()
     for step in range(8):
         for leaf in leaves:
             leaf.grad = None
-        claim = Claim([others], (0,))  # of another leaf: it is waited for only by whoever wants that one
-        CLAIMS.enter(claim)
-        try:
-            found = _step(session, make, leaves, step)
-        finally:
-            CLAIMS.release(claim)
+        found: list[torch.Tensor] = []
+        assert LEAF_WRITES.in_turn(lambda found=found, step=step: found.extend(_step(session, make, leaves, step)))
         for leaf in leaves:
             leaf.grad = None
         torch.testing.assert_close(found, _step(ca.disable(), make, leaves, step))
@@ -610,14 +606,14 @@ def test_an_error_of_a_program_is_raised_and_everything_let_go(
     counted: Counted, net: tuple[Make, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, leaves = net
-    asked, fails = CLAIMS.none_needed, False
+    asked, fails = LEAF_WRITES.none_needed, False
 
     def ask() -> bool:
         if fails:
             raise MemoryError("here")
         return asked()
 
-    monkeypatch.setattr(CLAIMS, "none_needed", ask)
+    monkeypatch.setattr(LEAF_WRITES, "none_needed", ask)
     _compare(counted, make, leaves)
     for fast in (1, 0):
         session, before, before_fast = _session(), counted.runs, counted.fast
@@ -683,14 +679,14 @@ def test_nobody_comes_in_between_the_questions_whether_leaves_may_be_written() -
     called: list[str] = []
     sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if "call" in event else None)
     try:
-        answer = CLAIMS.none_needed()
+        answer = LEAF_WRITES.none_needed()
     finally:
         sys.setprofile(None)
     assert answer and called[0] == "none_needed" and len(called) == 2, "the second is the call that ends it"
     token = take()
     try:
         GATE.enter_eager(token)
-        assert not CLAIMS.none_needed()
+        assert not LEAF_WRITES.none_needed()
     finally:
         token.release()
         GATE.forget(token)

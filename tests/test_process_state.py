@@ -232,7 +232,7 @@ def test_what_is_registered_can_be_listed() -> None:
     names = {id(value): name for module in modules for name, value in vars(module).items()}
     listed = [names.get(id(kept)) for kept in PROCESS]
     assert None not in listed and len(listed) == len(set(map(id, PROCESS)))
-    assert {"GRAPHS", "GATE", "CLAIMS", "STREAMS", "QUEUE", "COMPILER", "KEPT", "_warned"} <= set(listed)
+    assert {"GRAPHS", "GATE", "LEAF_WRITES", "STREAMS", "QUEUE", "COMPILER", "KEPT", "_warned"} <= set(listed)
     assert PROCESS._reset[-1] is seam.forget  # first of all: what the engine knows, it hands to the others
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,8 +14,8 @@ import torch
 import compiled_autograd as ca
 from compiled_autograd.engine import seam
 from compiled_autograd.steps import accumulate as module
-from compiled_autograd.threads.claims import CLAIMS, Claim
 from compiled_autograd.threads.gate import GATE
+from compiled_autograd.threads.leaf_writes import LEAF_WRITES
 from compiled_autograd.torch_api import attributes
 
 from .helpers import WAIT, Squares, Waits, expect, in_threads
@@ -24,7 +23,7 @@ from .helpers import WAIT, Squares, Waits, expect, in_threads
 
 def _in_threads(*works: Callable[[], Any]) -> None:
     in_threads(*works)
-    assert not CLAIMS.made and not CLAIMS._bells
+    assert not LEAF_WRITES.writing and not LEAF_WRITES._through_nodes
 
 
 def _slowly(monkeypatch: pytest.MonkeyPatch, began: threading.Event | None = None) -> None:
@@ -120,7 +119,7 @@ def test_a_hook_that_raises_lets_go_of_its_leaf() -> None:
     with ca.enable(backend="eager") as session:
         with pytest.raises(ValueError, match="of the user's"):
             (leaf * 2).sum().backward()
-        assert not CLAIMS.made
+        assert not LEAF_WRITES.writing
         handle.remove()
         _in_threads(lambda: (leaf * 2).sum().backward())
     assert torch.equal(leaf.grad, torch.full((4,), 4.0))  # type: ignore[arg-type]
@@ -254,7 +253,7 @@ def test_what_runs_call_by_call_gives_through_the_node_too(monkeypatch: pytest.M
         if others:
             GATE.idents.remove(-1)
     assert [id(each) for each in nodes] == ([id(leaf)] if others else [])
-    assert torch.equal(leaf.grad, torch.full((4,), 2.0)) and not CLAIMS.made
+    assert torch.equal(leaf.grad, torch.full((4,), 2.0)) and not LEAF_WRITES.writing
 
 
 def test_threads_with_sessions_and_without_on_one_leaf() -> None:
@@ -279,29 +278,27 @@ def test_threads_with_sessions_and_without_on_one_leaf() -> None:
 # ---- forks -----------------------------------------------------------------------------------------------------------
 
 
-def _claimed(leaf: torch.Tensor) -> Claim:
-    claim = Claim([leaf], (0,))
-    CLAIMS.enter(claim)
-    return claim
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_has_the_claims_of_its_own_thread_alone() -> None:
+def test_a_forked_child_waits_for_no_thread_that_is_not_there() -> None:
     leaf = torch.ones(2, requires_grad=True)
     inside, leave = threading.Event(), threading.Event()
 
-    def hold() -> None:
-        claim = _claimed(leaf)
+    def wait() -> None:
         inside.set()
         leave.wait(WAIT)
-        CLAIMS.release(claim)
+
+    def hold() -> None:
+        held: list[Any] = []
+        LEAF_WRITES.hold(leaf, held)
+        LEAF_WRITES.in_turn(wait)
+        held[0].release()
 
     def fork() -> None:
         assert inside.wait(WAIT)
         child = os.fork()
         if child == 0:
-            claim = _claimed(leaf)  # would wait for ever for a thread that is not there
-            os._exit(0 if [claim] == CLAIMS.made else 1)
+            LEAF_WRITES.hold(leaf, [])
+            os._exit(0 if LEAF_WRITES.in_turn(lambda: None) and not LEAF_WRITES.writing else 1)
         deadline = time.monotonic() + WAIT
         status = 0
         while not (done := os.waitpid(child, os.WNOHANG))[0]:
@@ -350,57 +347,6 @@ def test_a_backward_in_a_hook_while_another_thread_waits_for_its_leaf(inner: str
     extra = 0 if inner == "left to eager" else 2
     assert p.grad is not None and q.grad is not None
     assert p.grad.tolist() == [3.0] * 3 and q.grad.tolist() == [3.0 + extra] * 3
-
-
-# ---- two threads at the list of claims -------------------------------------------------------------------------------
-
-
-def _left(leaf: torch.Tensor) -> Claim:
-    """What a thread claimed that Ctrl-C took out before it could tell anybody."""
-    left = _claimed(leaf)
-    left.token.release()
-    return left
-
-
-@pytest.mark.parametrize("who", ["releases", "comes later"])
-def test_two_threads_that_drop_the_same_left_claim(who: str) -> None:
-    """Another thread is quicker by one call."""
-    leaf = torch.ones(4)
-    left = _left(leaf)
-
-    def come_before(frame: Any, event: str, argument: Any) -> None:
-        if event == "c_call" and getattr(argument, "__name__", "") == "remove" and left in CLAIMS.made:
-            sys.setprofile(None)
-            CLAIMS.made.remove(left)
-
-    sys.setprofile(come_before)
-    try:
-        if who == "releases":
-            CLAIMS.release(left)
-        else:
-            CLAIMS.release(_claimed(leaf))
-    finally:
-        sys.setprofile(None)
-    assert not CLAIMS.made
-
-
-def test_a_writer_is_waited_for_where_another_one_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who enters the eager engine looks through the claims while one before it goes."""
-
-    class Ends(Claim):
-        def __getattribute__(self, name: str) -> Any:
-            if name == "thread" and self in CLAIMS.made:
-                CLAIMS.made.remove(self)
-            return super().__getattribute__(name)
-
-    leaf = torch.ones(4)
-    first, second = Ends([leaf], [0], thread=-1), Claim([leaf], [0], thread=-2)
-    CLAIMS.made += [first, second]
-    waited: list[bool] = []
-    monkeypatch.setattr(CLAIMS, "_wait", lambda over: waited.append(not over()))
-    CLAIMS.wait_for_writers()
-    CLAIMS.made.remove(second)
-    assert waited == [True] and not CLAIMS.made
 
 
 def test_a_gradient_that_is_taken_away_between_the_walk_and_the_report(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,9 +29,9 @@ from ..settings import Settings
 from ..shadow_cache import Failure, VariantKey
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep, Slots
-from ..threads.claims import CLAIMS
 from ..threads.compile_thread import why_not_compile
 from ..threads.gate import GATE
+from ..threads.leaf_writes import LEAF_WRITES
 from ..threads.others import out_of_walk
 from ..torch_api.hook_handles import HANDLES
 from ..torch_api.saved_tensor_hooks import restore_saved_tensor_hooks, saved_tensor_hooks
@@ -79,7 +79,7 @@ def on_eager(
     try:
         idents.append(me)
         here.running, run = None, _run_backward
-        if CLAIMS.made or GATE.line:
+        if LEAF_WRITES.writing or GATE.line:
             GATE.enter_again(me)
             run = out_of_walk(run)
         return run(

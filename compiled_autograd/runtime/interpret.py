@@ -15,7 +15,6 @@ from ..ir import nan_checks
 from ..steps.accumulate import accumulate_into
 from ..steps.marks import saved_by, watched
 from ..steps.run_context import RunContext
-from ..threads.claims import CLAIMS
 from ..user_code.in_place import versions_of
 from .hook_places import HookPlaces
 from .late_hooks import LateHooks
@@ -87,10 +86,9 @@ def _run_all(
     for node in calls:
         if node.target is operator.getitem and node.args[0] not in known:
             continue  # of an earlier call, whose items are known
-        if context.claim is not None and node.meta["call"] != context.call:  # the leaf's hooks have run
-            claim, context.claim = context.claim, None
-            claim.token.release()
-            CLAIMS.release(claim)
+        if context.held and node.meta["call"] != context.call:  # the leaf's hooks have run
+            held, context.held = context.held, []
+            held[0].release()
         context.call = node.meta["call"]
         if context.log is not None:
             context.log.call(node)

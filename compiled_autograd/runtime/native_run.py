@@ -18,7 +18,7 @@ from ..steps.accumulate import write
 from ..steps.compiled_calls import run_compiled
 from ..steps.run_context import RunContext
 from ..steps.steps import AccumulateStep, CompiledRegion, Executor, RegionStep, Slots
-from ..threads.claims import CLAIMS
+from ..threads.leaf_writes import LEAF_WRITES
 from .program import Program
 
 _MAX_TRIES = 32
@@ -77,7 +77,7 @@ class NativeRun:
 
     def run(self, taken: Taken) -> None:
         """Run it, with grad mode off."""
-        left = run_compiled(taken.run, self.made, CLAIMS.none_needed)
+        left = run_compiled(taken.run, self.made, LEAF_WRITES.none_needed)
         if left is not None:
             self.write(*left)
 

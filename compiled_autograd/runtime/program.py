@@ -46,8 +46,8 @@ from ..steps.passes import Pass
 from ..steps.run_context import RunContext
 from ..steps.schedule import Schedule
 from ..steps.steps import AccumulateStep, CompiledRegion, Executor, OpaqueStep, RegionStep, Slots
-from ..threads.claims import CLAIMS
 from ..threads.compile_thread import why_not_compile
+from ..threads.leaf_writes import LEAF_WRITES
 from ..user_code.in_place import changed, check, versions_of
 from .interpret import ONE_BY_ONE, finish, heed
 from .opaque_calls import drop, run_calls, run_opaque
@@ -99,10 +99,9 @@ class Program:
         try:
             return self._run(given, context)
         finally:
-            claim, context.claim = context.claim, None  # no call: nothing comes between this and the first one
-            if claim is not None:  # a leaf's hook raised
-                claim.token.release()
-                CLAIMS.release(claim)
+            held, context.held = context.held, []  # no call: nothing comes between this and the first one
+            if held:  # a leaf's hook raised
+                held[0].release()
 
     def _run(self, given: Slots, context: RunContext) -> list[torch.Tensor | None]:
         schedule, slots = self.schedule, given
@@ -145,10 +144,9 @@ class Program:
                             run_opaque(step, slots, name, versions)
                 except ir.NaNFoundError as found:
                     raise self._nan(found, context) from None
-                if step.last_hook and context.claim is not None:
-                    claim, context.claim = context.claim, None  # no call: nothing comes between this and the next line
-                    claim.token.release()
-                    CLAIMS.release(claim)
+                if step.last_hook and context.held:
+                    held, context.held = context.held, []  # no call: nothing comes between this and the next line
+                    held[0].release()
                 why = self._one_by_one(step, slots, context)
                 if why is not None:
                     context.report.failures.append(why)
@@ -239,7 +237,7 @@ class Program:
         found, compiled = False, None
         compiles = context.may_compile and context.submit is None
         # A step that does not wait waits for no other's compile; nor one that writes leaves, for which that may wait.
-        may_wait = not QUEUE.busy or not (context.submit is not None or CLAIMS.made_here())
+        may_wait = not QUEUE.busy or not (context.submit is not None or LEAF_WRITES.writes_here())
         if may_wait and (compiles or self.region_compiler.may_load(step)):
             job = QUEUE.submit(
                 self,

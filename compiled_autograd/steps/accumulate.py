@@ -9,6 +9,7 @@ signal's handler or a finalizer of ``gc``, and they may run another backward tha
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from ..ir import is_plain
-from ..threads.claims import CLAIMS, Claim
+from ..threads.leaf_writes import LEAF_WRITES
 from ..torch_api import attributes
 from ..torch_api.references import COUNT_OF_UNSHARED, references
 from .steps import AccumulateStep
@@ -119,24 +120,13 @@ def _kept(grad: torch.Tensor) -> torch.Tensor:
 def write(step: AccumulateStep, slots: list[Any], context: RunContext) -> None:
     """Give the leaves of a step what lies in its slots, with grad mode off.
 
-    Where hooks of a leaf run next, ``context`` has the claim on it from when the leaves are written: to be released
-    after these hooks, or after whatever comes in between.
+    Where hooks of a leaf run next, the lock on it is put into ``context``, to be released after these hooks, or after
+    whatever comes in between.
     """
-    claim = Claim(slots, step.leaves)
-    try:
-        CLAIMS.enter(claim)
-        if claim.through_nodes:
-            _write_one_by_one(step, slots, claim)
-        else:
-            _write_all(step, slots)
-        if step.hooked is not None:
-            context.claim = claim
-    finally:
-        if context.claim is not claim:
-            claim.token.release()
-            CLAIMS.release(claim)
     if step.hooked is not None:
-        CLAIMS.hold(claim, step.hooked)
+        LEAF_WRITES.hold(slots[step.hooked], context.held)
+    if not LEAF_WRITES.in_turn(functools.partial(_write_all, step, slots)):
+        LEAF_WRITES.through_nodes(functools.partial(_write_one_by_one, step, slots))
 
 
 def keep(step: AccumulateStep, slots: list[Any], kept: dict[int, Any]) -> None:
@@ -200,15 +190,9 @@ def _write_all(step: AccumulateStep, slots: list[Any]) -> None:
     accumulate(leaves, grads, [True] * len(leaves))
 
 
-def _write_one_by_one(step: AccumulateStep, slots: list[Any], claim: Claim) -> None:
-    """Write leaves while another thread is in the eager engine. Ends with a claim on the last leaf.
-
-    Each leaf is claimed by itself: a leaf that the engine's node has locked must not block other leaves. A leaf with
-    post-accumulate hooks is written here, since its node would call them. Nothing prevents a thread without a session
-    from writing that leaf at the same time.
-    """
+def _write_one_by_one(step: AccumulateStep, slots: list[Any]) -> None:
+    """Write leaves while another thread is in the eager engine, or does so too."""
     for leaf, own, shared in zip(step.leaves, step.owned, step.shared, strict=True):
-        CLAIMS.change(claim, (leaf,))
         grad = slots[shared] if slots[own] is None else slots[own]
         if grad is None or not attributes.requires_grad(slots[leaf]):
             continue
@@ -218,30 +202,24 @@ def _write_one_by_one(step: AccumulateStep, slots: list[Any], claim: Claim) -> N
 
 
 def _give_through_node(leaf: torch.Tensor, grad: torch.Tensor) -> None:
+    """Have the engine's node of a leaf write it. The node would call post-accumulate hooks: a leaf with some is written
+    here. Nothing prevents a thread without a session from writing that leaf at the same time."""
     if attributes.post_accumulate_grad_hooks(leaf):
-        accumulate([leaf], [grad], [False])
+        LEAF_WRITES.in_turn(functools.partial(accumulate, [leaf], [grad], [False]), beside_eager=True)
     else:
         attributes.leaf_node(leaf)(grad)
 
 
 def accumulate_into(leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
     """Give one leaf its gradient, which other code may hold too."""
-    claim = Claim([leaf], (0,))
-    try:
-        CLAIMS.enter(claim)
-        if grad is None or not attributes.requires_grad(leaf):  # a hook has frozen it
-            return
-        if claim.through_nodes:
-            _give_through_node(leaf, grad)
-        else:
-            accumulate([leaf], [grad], [False])
-    finally:
-        claim.token.release()
-        CLAIMS.release(claim)
+    if grad is None or not attributes.requires_grad(leaf):  # a hook has frozen it
+        return
+    if not LEAF_WRITES.in_turn(functools.partial(accumulate, [leaf], [grad], [False])):
+        LEAF_WRITES.through_nodes(functools.partial(_give_through_node, leaf, grad))
 
 
 def accumulate(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], owned: Sequence[bool]) -> None:
-    """Give each leaf its gradient, with grad mode off. The leaves are claimed.
+    """Give each leaf its gradient, with grad mode off, in this thread's turn.
 
     Args:
         leaves: the tensors whose ``.grad`` is written; one may occur twice.

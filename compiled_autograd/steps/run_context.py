@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ..diagnostics.node_log import NodeLog
     from ..diagnostics.progress import Wait
     from ..native.interface import Module
-    from ..threads.claims import Claim
     from ..torch_api.hook_handles import HookChange
     from .profiling import Profile
 
@@ -113,8 +112,8 @@ class RunContext:
     """The effect of these changes: see ``runtime.late_hooks.LateHooks``."""
     added_to: frozenset[int | None] | None = None
     """The memory of each ``.grad`` that is added to, once something has asked for it."""
-    claim: Claim | None = None
-    """On the leaf whose post-accumulate hooks run now."""
+    held: list[Any] = field(default_factory=list)
+    """The lock of the leaf whose post-accumulate hooks run now, if there is one."""
     profile: Profile | None = None
     """Under a profiler, the object that makes its events."""
     progress: bool | None = False

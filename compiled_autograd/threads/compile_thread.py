@@ -20,8 +20,8 @@ from typing import Any
 from ..diagnostics.bypass import FORKED, INSIDE_COMPILE
 from ..process_state import PROCESS
 from ..shadow_cache import Bypass
-from .claims import CLAIMS
 from .gate import GATE
+from .leaf_writes import LEAF_WRITES
 
 _NOTHING = contextlib.nullcontext()
 
@@ -53,5 +53,5 @@ def unless_inside(lock: Any) -> Any:
     """Return a lock that guards a few lines; a null context inside a walk, a compile or a write of leaves. Another
     thread may hold the lock and wait for the end of these, so waiting for it would be a deadlock. Two threads in those
     lines are less harmful."""
-    inside = (GATE.line and GATE.stands_in_line()) or (CLAIMS.made and CLAIMS.made_here())
+    inside = (GATE.line and GATE.stands_in_line()) or LEAF_WRITES.writes_here()
     return _NOTHING if inside or COMPILER.thread == get_ident() else lock

@@ -75,7 +75,6 @@ class Gate:
             would take longer than the time that a small backward may lose.
         line: the threads that want the seam, in order of arrival. The first that :meth:`stands <Turn.stands>` has it. A
             thread may be there more than once: code that runs while it waits or walks shares its seam.
-        waiting: threads that wait to enter the eager engine, once for each wait.
         after_entering: called by a thread that is counted as entering the eager engine.
     """
 
@@ -83,7 +82,6 @@ class Gate:
         self.in_eager: dict[Token, int] = {}
         self.idents: list[int] = []
         self.line: list[Turn] = []
-        self.waiting: list[int] = []
         self._in_call: dict[Token, int] = {}
         self._lost = False
         self._forking = _Forking()
@@ -135,14 +133,6 @@ class Gate:
         me = get_ident()
         return any(turn.thread == me and turn.stands() for turn in [*self.line])
 
-    def waited_for_by(self, thread: int) -> int | None:
-        """Return the thread that has the seam, if ``thread`` waits for it."""
-        first = self._first() if self.line else None
-        if first is None or first.thread == thread:
-            return None
-        waits = thread in self.waiting or any(turn.thread == thread and turn.stands() for turn in [*self.line])
-        return first.thread if waits else None
-
     def _first(self) -> Turn | None:
         for turn in [*self.line]:
             if turn.stands():
@@ -157,15 +147,10 @@ class Gate:
             pass
 
     def _wait(self) -> None:
-        first, me = self._first(), get_ident()
-        if first is None:
-            return
-        try:
-            self.waiting.append(me)
+        first = self._first()
+        if first is not None:
             with first.token:  # until it is unlocked
                 pass
-        finally:
-            self.waiting.remove(me)
 
     def others_in_eager(self) -> bool:
         """Return whether another thread is in the eager engine."""
@@ -249,7 +234,6 @@ class Gate:
         self.idents[:] = [ident for ident in self.idents if ident == me]  # the same list: the calling thread has it
         self.in_eager = {token: ident for token, ident in self.in_eager.items() if ident == me}
         self._in_call = {token: ident for token, ident in self._in_call.items() if ident == me}
-        self.waiting = [ident for ident in self.waiting if ident == me]
         self._unseen = set()
 
 

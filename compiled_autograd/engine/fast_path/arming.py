@@ -26,8 +26,8 @@ from ...policies.ledger import LEDGER
 from ...process_state import PROCESS
 from ...runtime.native_run import NativeRun
 from ...settings import Settings
-from ...threads.claims import CLAIMS
 from ...threads.gate import GATE
+from ...threads.leaf_writes import LEAF_WRITES
 from ...torch_api.dynamo import questions_about_dynamo
 from ...torch_api.op_registry import questions_about_others
 from ..account import Account
@@ -122,7 +122,7 @@ class FastPaths:
             LEDGER.number(settings),
             (self._before_the_walk(), asked),
             shapes.hand_over,
-            CLAIMS.none_needed,
+            LEAF_WRITES.none_needed,
             native.write,
             shapes.counter,
         )

@@ -77,38 +77,6 @@ def test_two_threads_that_give_to_one_leaf(monkeypatch: pytest.MonkeyPatch, fres
     expect(session.stats(), structure_misses=2, hits=2 * rounds)
 
 
-def test_what_a_post_accumulate_hook_takes_is_complete() -> None:
-    """Under eager the leaf's lock is held while its hooks run: nobody adds to what they read and take away."""
-    leaf = torch.ones(4, requires_grad=True)
-    taken: list[float] = []
-
-    def look(each: torch.Tensor) -> None:
-        assert each.grad is not None
-
-    def take(each: torch.Tensor) -> None:
-        assert each.grad is not None
-        seen = each.grad.sum().item()
-        time.sleep(0.005)
-        assert each.grad.sum().item() == seen
-        taken.append(seen)
-        each.grad = None
-
-    leaf.register_post_accumulate_grad_hook(look)
-    leaf.register_post_accumulate_grad_hook(take)
-    session = ca.enable(backend="eager")
-    rounds = 8
-
-    def work() -> None:
-        for _ in range(rounds):
-            with session:
-                (leaf * 2).sum().backward()
-
-    work()
-    _in_threads(work, work)
-    assert taken == [8.0] * 3 * rounds and leaf.grad is None
-    assert session.stats().hits >= 3 * rounds - 2 and not session.stats().bypasses
-
-
 def test_a_hook_that_raises_lets_go_of_its_leaf() -> None:
     leaf = torch.ones(4, requires_grad=True)
 
@@ -280,7 +248,6 @@ def test_threads_with_sessions_and_without_on_one_leaf() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_waits_for_no_thread_that_is_not_there() -> None:
-    leaf = torch.ones(2, requires_grad=True)
     inside, leave = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -288,16 +255,12 @@ def test_a_forked_child_waits_for_no_thread_that_is_not_there() -> None:
         leave.wait(WAIT)
 
     def hold() -> None:
-        held: list[Any] = []
-        LEAF_WRITES.hold(leaf, held)
         LEAF_WRITES.in_turn(wait)
-        held[0].release()
 
     def fork() -> None:
         assert inside.wait(WAIT)
         child = os.fork()
         if child == 0:
-            LEAF_WRITES.hold(leaf, [])
             os._exit(0 if LEAF_WRITES.in_turn(lambda: None) and not LEAF_WRITES.writing else 1)
         deadline = time.monotonic() + WAIT
         status = 0

@@ -86,9 +86,6 @@ def _run_all(
     for node in calls:
         if node.target is operator.getitem and node.args[0] not in known:
             continue  # of an earlier call, whose items are known
-        if context.held and node.meta["call"] != context.call:  # the leaf's hooks have run
-            held, context.held = context.held, []
-            held[0].release()
         context.call = node.meta["call"]
         if context.log is not None:
             context.log.call(node)

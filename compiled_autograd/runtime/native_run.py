@@ -16,7 +16,6 @@ from ..backends.protocol import Compiled
 from ..native.interface import HostedProgram, Module, Question, Taken
 from ..steps.accumulate import write
 from ..steps.compiled_calls import run_compiled
-from ..steps.run_context import RunContext
 from ..steps.steps import AccumulateStep, CompiledRegion, Executor, RegionStep, Slots
 from ..threads.leaf_writes import LEAF_WRITES
 from .program import Program
@@ -90,7 +89,7 @@ class NativeRun:
         results.clear()
         tensors.clear()  # a leaf keeps what nobody else holds
         with torch._C.DisableTorchFunctionSubclass():
-            write(self.leaves, slots, RunContext())
+            write(self.leaves, slots)
 
 
 @dataclass(slots=True)
@@ -158,6 +157,5 @@ def _is_plain(program: Program, region: RegionStep, leaves: AccumulateStep, comp
         and not region.handed_on
         and not program.schedule.outputs
         and not program.schedule.watched
-        and leaves.hooked is None
         and not leaves.after_users_code
     )

@@ -96,14 +96,6 @@ class Program:
         Raises:
             RuntimeError: NaNs are looked for, and a node of the tape gave one.
         """
-        try:
-            return self._run(given, context)
-        finally:
-            held, context.held = context.held, []  # no call: nothing comes between this and the first one
-            if held:  # a leaf's hook raised
-                held[0].release()
-
-    def _run(self, given: Slots, context: RunContext) -> list[torch.Tensor | None]:
         schedule, slots = self.schedule, given
         while self.region_compiler.finished:
             context.report.take(self.region_compiler.finished.pop())
@@ -144,9 +136,6 @@ class Program:
                             run_opaque(step, slots, name, versions)
                 except ir.NaNFoundError as found:
                     raise self._nan(found, context) from None
-                if step.last_hook and context.held:
-                    held, context.held = context.held, []  # no call: nothing comes between this and the next line
-                    held[0].release()
                 why = self._one_by_one(step, slots, context)
                 if why is not None:
                     context.report.failures.append(why)
@@ -155,7 +144,7 @@ class Program:
                 if log is not None:
                     log.leaves(step.calls)
                 with torch._C.DisableTorchFunctionSubclass():
-                    write(step, slots, context) if context.kept is None else keep(step, slots, context.kept)
+                    write(step, slots) if context.kept is None else keep(step, slots, context.kept)
             if not isinstance(step, RegionStep):  # those have done it before they ran
                 drop(step, slots)
             position += 1
@@ -213,7 +202,7 @@ class Program:
         before = frozenset(self.tape.order[: self.tape.order.index(call)])
         if after and isinstance(after[0], AccumulateStep):
             with torch._C.DisableTorchFunctionSubclass():
-                write(after[0].of(before), slots, context)
+                write(after[0].of(before), slots)
 
     def _untraceable(self, error: UntraceableError, failures: list[Failure]) -> dict[fx.Node, str]:
         """Return the calls that cannot be traced, and the reasons. Record a failure for marked functions."""

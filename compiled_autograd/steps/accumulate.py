@@ -13,7 +13,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -24,9 +24,6 @@ from ..threads.leaf_writes import LEAF_WRITES
 from ..torch_api import attributes
 from ..torch_api.references import COUNT_OF_UNSHARED, references
 from .steps import AccumulateStep
-
-if TYPE_CHECKING:
-    from .run_context import RunContext
 
 _DENSE = torch.ops.aten.is_non_overlapping_and_dense.default
 _BATCH = 4
@@ -117,14 +114,8 @@ def _kept(grad: torch.Tensor) -> torch.Tensor:
     return attributes.data(grad) if attributes.is_view(grad) else grad
 
 
-def write(step: AccumulateStep, slots: list[Any], context: RunContext) -> None:
-    """Give the leaves of a step what lies in its slots, with grad mode off.
-
-    Where hooks of a leaf run next, the lock on it is put into ``context``, to be released after these hooks, or after
-    whatever comes in between.
-    """
-    if step.hooked is not None:
-        LEAF_WRITES.hold(slots[step.hooked], context.held)
+def write(step: AccumulateStep, slots: list[Any]) -> None:
+    """Give the leaves of a step what lies in its slots, with grad mode off."""
     if not LEAF_WRITES.in_turn(functools.partial(_write_all, step, slots)):
         LEAF_WRITES.through_nodes(functools.partial(_write_one_by_one, step, slots))
 
@@ -135,7 +126,7 @@ def keep(step: AccumulateStep, slots: list[Any], kept: dict[int, Any]) -> None:
         kept[leaf] = slots[shared] if slots[own] is None else slots[own]
 
 
-def give(leaves: Sequence[torch.Tensor], grads: list[torch.Tensor | None], context: RunContext) -> None:
+def give(leaves: Sequence[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
     """Give leaves their gradients from the eager engine, as the engine would, and empty ``grads``. A leaf can keep a
     gradient that nothing else holds. A leaf that no longer requires a gradient gets none."""
     count = len(leaves)
@@ -146,7 +137,7 @@ def give(leaves: Sequence[torch.Tensor], grads: list[torch.Tensor | None], conte
     step = AccumulateStep(numbers[:count], numbers[count : 2 * count], shared, [0] * count, shared, frozenset(shared))
     step.after_users_code = True
     with torch._C.DisableTorchFunctionSubclass():
-        write(step, slots, context)
+        write(step, slots)
 
 
 def _write_all(step: AccumulateStep, slots: list[Any]) -> None:

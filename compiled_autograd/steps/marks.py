@@ -52,20 +52,3 @@ def mark_saved(steps: Sequence[Executor], slot_of: Mapping[fx.Node, int]) -> lis
             step.saved = list(dict.fromkeys(slot_of[source] for call in calls for source in saved_by(call)))
             found.update(dict.fromkeys(step.saved))
     return list(found)
-
-
-def mark_hooks(steps: Sequence[Executor]) -> None:
-    """Tell each step which leaf's post-accumulate hooks follow, and each such hook whether it is the last."""
-    for step, after in itertools.pairwise([*steps, None]):
-        leaf = _hooked(after)
-        if isinstance(step, AccumulateStep):
-            step.hooked = leaf if leaf == step.leaves[-1] else None
-        elif isinstance(step, OpaqueStep) and _hooked(step) is not None:
-            step.last_hook = leaf != _hooked(step)
-
-
-def _hooked(step: Executor | None) -> int | None:
-    """The leaf that a step calls a post-accumulate hook of."""
-    if not isinstance(step, OpaqueStep) or step.node.target is not ir.post_accumulate_hook:
-        return None
-    return int(step.arguments[1])

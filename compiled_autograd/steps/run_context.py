@@ -112,8 +112,6 @@ class RunContext:
     """The effect of these changes: see ``runtime.late_hooks.LateHooks``."""
     added_to: frozenset[int | None] | None = None
     """The memory of each ``.grad`` that is added to, once something has asked for it."""
-    held: list[Any] = field(default_factory=list)
-    """The lock of the leaf whose post-accumulate hooks run now, if there is one."""
     profile: Profile | None = None
     """Under a profiler, the object that makes its events."""
     progress: bool | None = False

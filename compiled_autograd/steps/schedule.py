@@ -10,7 +10,7 @@ from torch import fx
 from .. import ir
 from ..capture.grad_dtypes import dtype_of
 from ..ir.partition import Opaque, Region, Step, cut, partition
-from .marks import mark_hooks, mark_saved
+from .marks import mark_saved
 from .steps import AccumulateStep, Executor, FreshLeaf, OpaqueStep, RegionStep, Slot, is_given
 
 
@@ -139,5 +139,4 @@ class Schedule:
             if isinstance(step, AccumulateStep):
                 step.dropped = frozenset(step.drops)
             kept.update(step.drops)
-        mark_hooks(self.steps)
         self.watched = mark_saved(self.steps, self.slot_of)

@@ -292,8 +292,8 @@ def region_record(step: RegionStep, compiled: CompiledRegion) -> RegionRecord:
 
 @dataclass(slots=True, eq=False)
 class OpaqueStep:
-    """A call that runs as it is. ``last_hook`` says that it is the last post-accumulate hook of its leaf; ``added_to``
-    are the slots of ``.grad`` of leaves, where what it gives may be memory of one before this is added to."""
+    """A call that runs as it is. ``added_to`` are the slots of ``.grad`` of leaves, where what it gives may be memory
+    of one before this is added to."""
 
     node: fx.Node
     arguments: Any
@@ -301,7 +301,6 @@ class OpaqueStep:
     items: list[tuple[int, int]]
     result: int | None
     drops: list[int] = field(default_factory=list)
-    last_hook: bool = False
     saved: list[int] = field(default_factory=list)
     spent: Spent = field(default_factory=Spent)
     added_to: list[int] = field(default_factory=list)
@@ -314,9 +313,8 @@ class AccumulateStep:
     """Leaves, their nodes of the tape, and for each the slot of a gradient that it can keep, and of one that it must
     copy.
 
-    ``dropped`` are the slots of ``drops``, to be asked quickly; ``hooked`` is the leaf whose post-accumulate hooks are
-    the steps that follow, if any are. ``after_users_code`` says that a leaf may not require grad any more. ``dtypes``
-    are those that the gradients have, where the tape says it.
+    ``dropped`` are the slots of ``drops``, to be asked quickly. ``after_users_code`` says that a leaf may not require
+    grad any more. ``dtypes`` are those that the gradients have, where the tape says it.
     """
 
     leaves: list[int]
@@ -325,7 +323,6 @@ class AccumulateStep:
     calls: list[int]
     drops: list[int] = field(default_factory=list)
     dropped: frozenset[int] = frozenset()
-    hooked: int | None = None
     after_users_code: bool = False
     dtypes: list[torch.dtype | None] = field(default_factory=list)
 

@@ -1,27 +1,25 @@
-"""Locks on leaves, so that no gradient is lost if two threads give to one leaf (``docs/internals/threads.md``).
+"""The lock on leaves, so that no gradient is lost if two threads give to one leaf (``docs/internals/threads.md``).
 
 Compiled backwards write their leaves one after the other, under one lock. While another thread is in the eager engine,
 they give to the engine's node of each leaf instead, which has a lock of its own (``AccumulateGrad::apply``,
 ``torch/csrc/autograd/functions/accumulate_grad.cpp``, 2.13).
 
-The locks are reentrant: ``gc``, a ``__del__`` or a handler of a signal may run a backward inside a write. They are
-acquired inside a ``try``, by a call of C that also notes it, and released by the first call of C in the ``finally``, so
-that Ctrl-C leaves none locked (:mod:`gate` says where it can arrive).
+The lock is reentrant: ``gc``, a ``__del__`` or a handler of a signal may run a backward inside a write. It is acquired
+inside a ``try``, by a call of C that also notes it, and released by the first call of C in the ``finally``, so that
+Ctrl-C does not leave it locked (:mod:`gate` says where it can arrive).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from threading import RLock, get_ident
-from typing import Any
 
 from ..process_state import PROCESS
 from .gate import GATE
 
 
 class LeafWrites:
-    """The locks of the process for leaves.
+    """The lock of the process for leaves.
 
     Attributes:
         writing: the threads that write leaves, or wait to do so, once for each write.
@@ -31,7 +29,6 @@ class LeafWrites:
         self.writing: list[int] = []
         self._lock = RLock()
         self._through_nodes: list[int] = []
-        self._hooked: dict[int, Any] = {}
 
     def none_needed(self) -> bool:
         """Return whether leaves may be written without a lock. The caller must let no other thread run meanwhile.
@@ -83,17 +80,11 @@ class LeafWrites:
         """Return whether the calling thread writes leaves: Python runs other code inside that."""
         return bool(self.writing) and get_ident() in [*self.writing]
 
-    def hold(self, leaf: object, held: list[Any]) -> None:
-        """Lock a leaf until its hooks have run, as the engine's node does. The lock is put into ``held``, whose owner
-        releases it. There is one lock for each place in memory where such a leaf was."""
-        lock = self._hooked.get(id(leaf)) or self._hooked.setdefault(id(leaf), RLock())
-        held.extend(itertools.compress((lock,), map(lock.acquire, (True,))))
-
     def reset_after_fork(self) -> None:
-        """Reset in a forked child, where only the calling thread exists, and locks may be in any state. That thread may
-        hold some: it releases the old ones."""
+        """Reset in a forked child, where only the calling thread exists, and the lock may be in any state. If that
+        thread has it, it releases the old one."""
         me = get_ident()
-        self._lock, self._hooked = RLock(), {}
+        self._lock = RLock()
         self.writing[:] = [each for each in self.writing if each == me]
         self._through_nodes[:] = [each for each in self._through_nodes if each == me]
 

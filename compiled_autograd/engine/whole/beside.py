@@ -133,7 +133,7 @@ class Beside:
             end.restore()
             if self.call.accumulate_grad and not self.eager_writes:
                 self.slots.clear()
-                give(self.asked, wanted, self.context)
+                give(self.asked, wanted)
         return wanted
 
     def _by_eager(self) -> Gradients:

@@ -27,8 +27,9 @@ from compiled_autograd.engine import execution
 from compiled_autograd.engine.session import Session
 from compiled_autograd.guards.ambient import ambient
 from compiled_autograd.lowering import region_compiler
+from compiled_autograd.policies import ledger
 
-from .helpers import Squares, assert_grads, assert_same, expect, in_subprocess, mlp
+from .helpers import Squares, assert_grads, assert_same, expect, in_subprocess, in_threads, mlp
 
 
 def _step(session: Session, model: nn.Module, reference: nn.Module, x: torch.Tensor, bitwise: bool = True) -> None:
@@ -65,8 +66,8 @@ def test_what_a_step_of_another_session_has_compiled_meanwhile_stays(monkeypatch
     beside, session = ca.enable(backend="eager", on_miss="background"), ca.enable(backend="eager")
     model, reference = _twins()
     x = torch.randn(4, 8)
-    may_begin, in_same_state = threading.Event(), queue._in_same_state
-    monkeypatch.setattr(queue, "_in_same_state", lambda job: may_begin.wait(60) and in_same_state(job))
+    may_begin, check_state = threading.Event(), queue._check_state
+    monkeypatch.setattr(queue, "_check_state", lambda job: may_begin.wait(60) and check_state(job))
     _step(beside, model, reference, x)
     threading.Timer(0.2, may_begin.set).start()
     _step(session, model, reference, x)  # waits for that
@@ -128,31 +129,47 @@ def test_a_session_that_compiles_itself_does_not_wait_for_the_background() -> No
 
 
 def test_what_is_compiled_in_another_state_than_it_is_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, looks, looked = _Slow(), queue._in_same_state, threading.Event()
+    backend, looks, looked = _Slow(), queue._check_state, threading.Event()
 
-    def waits(job: queue.Job) -> bool:
-        return looked.wait(60) and looks(job)
+    def waits(job: queue.Job) -> None:
+        assert looked.wait(60)
+        looks(job)
 
-    monkeypatch.setattr(queue, "_in_same_state", waits)
+    monkeypatch.setattr(queue, "_check_state", waits)
     session = ca.enable(backend=backend, on_miss="background")
     model, reference = _twins()
     x = torch.randn(4, 8)
-    other = torch.get_num_threads() + 1
-
-    before = torch.get_num_threads()
     try:
         _step(session, model, reference, x)
-        torch.set_num_threads(other)
+        torch.backends.mkldnn.enabled = False
         looked.set()
         backend.let.set()
         assert session.wait(60) and session.stats().compiles == 0
-        torch.set_num_threads(before)
+        torch.backends.mkldnn.enabled = True
+        _step(session, model, reference, x)
+        assert session.last is not None and session.last.reasons[0].label == "settings_change(mkldnn)"
         _step(session, model, reference, x)
         assert session.wait(60)
         _step(session, model, reference, x)
     finally:
-        torch.set_num_threads(before)
-    expect(session.stats(), structure_misses=1, shape_misses=1, hits=1, captures=1, compiles=1)
+        torch.backends.mkldnn.enabled = True
+    left = {"settings_change(mkldnn)": 1}
+    expect(session.stats(), structure_misses=1, shape_misses=1, hits=1, captures=1, compiles=1, bypasses=left)
+
+
+def test_another_thread_may_set_the_number_of_threads() -> None:
+    """It holds for new threads and that one: ``DataLoader(pin_memory=True)`` does so in the process that trains."""
+    before = torch.get_num_threads()
+    for on_miss in ("compile", "background"):
+        in_threads(lambda: torch.set_num_threads(before + 1))
+        model, reference = _twins()
+        session, x = ca.enable(backend="eager", on_miss=on_miss), torch.randn(4, 8)  # type: ignore[arg-type]
+        for _ in range(3):
+            _step(session, model, reference, x)
+            assert session.wait(60)
+        assert session.stats().hits >= 1 and torch.get_num_threads() == before
+        assert in_threads(torch.get_num_threads) == [before + 1]
+    in_threads(lambda: torch.set_num_threads(before))
 
 
 @pytest.mark.slow
@@ -394,6 +411,7 @@ def test_what_was_compiled_in_another_state_is_given_up(monkeypatch: pytest.Monk
         return lowered
 
     monkeypatch.setattr(region_compiler, "lower", lower_and_change)
+    monkeypatch.setattr(ledger, "REST", 1)
     model, reference = _twins()
     x = torch.randn(4, 8)
     session = ca.enable(backend="eager", on_miss="background", cache_dir=tmp_path)
@@ -405,12 +423,15 @@ def test_what_was_compiled_in_another_state_is_given_up(monkeypatch: pytest.Monk
         torch.set_float32_matmul_precision("high")
         changes[:] = ["high"]
         _step(session, model, reference, x)
+        _step(session, model, reference, x)
         assert not session.stats().compiles and session.wait(60)
         for _ in range(2):
             _step(session, model, reference, x)
     finally:
         torch.set_float32_matmul_precision("highest")
-    expect(session.stats(), structure_misses=1, shape_misses=1, hits=2, compiles=1)
+    bypasses = session.stats().bypasses
+    assert [(reason.partition("(")[0], count) for reason, count in bypasses.items()] == [("settings_change", 1)]
+    expect(session.stats(), structure_misses=1, shape_misses=1, hits=2, compiles=1, bypasses=bypasses)
 
 
 def test_messages_are_whole_or_refused() -> None:
@@ -617,7 +638,7 @@ def test_no_answer_is_taken_for_that_to_another_request(monkeypatch: pytest.Monk
 def test_what_is_submitted_while_the_program_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     one = queue.CompileQueue()
     monkeypatch.setattr(queue, "WORKER", worker_process.Worker())
-    monkeypatch.setattr(queue, "_import_first", lambda backend: one.stop())
+    one.stop()
     region_compiler = SimpleNamespace(kind=lambda step, slots: (), backend=get_backend("eager"))
     step: Any = SimpleNamespace(inputs=(), fresh=())
     program: Any = SimpleNamespace(region_compiler=region_compiler)
@@ -647,14 +668,14 @@ def test_what_cannot_be_imported_since_the_program_ends_is_not_told(
 def test_a_child_that_is_forked_during_the_first_import_knows_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waited for ever for the rest of a module, which a thread was importing that it does not have."""
     held: list[bool] = []
-    monkeypatch.setattr(queue, "_import_first", lambda backend: held.append(bool(queue.QUEUE._importing)))
+    monkeypatch.setattr(queue, "_import_first", lambda backend: held.append(queue.QUEUE.busy))
     monkeypatch.setattr(queue.QUEUE, "_imported", set())
     model, reference = _twins()
     session, x = ca.enable(backend="eager", on_miss="background"), torch.randn(4, 8)
     _step(session, model, reference, x)
     assert session.wait(60)
     _step(session, model, reference, x)
-    assert held == [True] and not queue.QUEUE._importing
+    assert held == [True] and not queue.QUEUE.busy
     expect(session.stats(), structure_misses=1, hits=1, captures=1, compiles=1)
 
 

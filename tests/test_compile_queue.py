@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -162,3 +163,114 @@ def test_a_program_ends_soon_after_its_wait_was_interrupted() -> None:
     assert result.returncode == 0 and "interrupted" in result.stdout, result.stderr
     assert "terminate" not in result.stderr
     assert time.monotonic() - began < 50
+
+
+def test_a_thread_that_an_error_would_end_goes_on(monkeypatch: pytest.MonkeyPatch, alarm: None) -> None:
+    """Users' functions may be called at the end of a job, such as ``warnings.showwarning``."""
+
+    def shows(*given: Any) -> None:
+        raise RuntimeError("no warning is shown here")
+
+    def fails(graph_module: torch.fx.GraphModule, examples: Any) -> Any:
+        raise ValueError("no code for this")
+
+    x = torch.randn(8, requires_grad=True)
+    right = _grad(x)
+    with ca.enable(backend=fails, cache_dir=False, on_miss="background") as session, monkeypatch.context() as patched:
+        patched.setattr(warnings, "showwarning", shows)
+        assert same_bits(_grad(x), right) and session.wait(60)
+    with ca.enable(backend="eager", cache_dir=False, on_miss="compile") as session:
+        signal.setitimer(signal.ITIMER_REAL, 30)
+        assert same_bits(_grad(x), right) and session.stats().compiles == 1
+
+
+def test_a_step_goes_on_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(8, requires_grad=True)
+    right = _grad(x)
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(QUEUE, "_thread", None)
+    with ca.enable(backend="eager", cache_dir=False, on_miss="compile") as session:
+        with monkeypatch.context() as patched, pytest.warns(UserWarning, match="can't start new thread"):
+            patched.setattr(threading.Thread, "start", start)
+            assert same_bits(_grad(x), right)
+        assert same_bits(_grad(x), right)
+        assert session.stats().failures == session.stats().compiles == 1
+
+
+_INTERRUPTED_IMPORT = """
+import signal, torch, compiled_autograd as ca
+
+x = torch.randn(8, requires_grad=True)
+loss = lambda: (x.sin() * x.exp()).sum()
+(right,) = torch.autograd.grad(loss(), x)
+session = ca.enable(backend="inductor", cache_dir=False, on_miss="background", compile_budget=float("inf"))
+
+def stop(number, frame):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, stop)
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+try:
+    with session:
+        torch.autograd.grad(loss(), x)
+except KeyboardInterrupt:
+    pass
+for _ in range(3):
+    with session:
+        (grad,) = torch.autograd.grad(loss(), x)
+    assert torch.allclose(grad, right)
+    assert session.wait(100)
+print(session.stats().compiles, session.stats().failures)
+"""
+
+
+def test_an_interrupt_during_the_first_import_leaves_it_to_the_thread() -> None:
+    """Modules of PyTorch were half imported for the rest of the process."""
+    result = in_subprocess(_INTERRUPTED_IMPORT)
+    assert result.returncode == 0 and result.stdout.split() == ["1", "0"], result.stderr
+
+
+def test_a_backend_that_raises_what_is_no_error_fails_beside_the_training() -> None:
+    asked: list[int] = []
+
+    def ends(graph_module: torch.fx.GraphModule, examples: Any) -> Any:
+        asked.append(1)
+        raise SystemExit
+
+    x = torch.randn(8, requires_grad=True)
+    right = _grad(x)
+    with ca.enable(backend=ends, cache_dir=False, on_miss="background", tune=False) as session:
+        for _ in range(5):
+            assert same_bits(_grad(x), right) and session.wait(60)
+    assert len(asked) == session.stats().failures == 1
+
+
+def test_a_step_whose_wait_was_interrupted_is_no_hit(alarm: None) -> None:
+    backend, x = _Slow(), torch.randn(8, requires_grad=True)
+    with ca.enable(backend=backend, cache_dir=False, on_miss="compile") as session:
+        for _ in range(2):
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(_TimeIsUpError):
+                _grad(x)
+        assert session.stats().hits == 0
+        backend.let.set()
+        assert session.wait(60)
+        _grad(x)
+    stats = session.stats()
+    assert (stats.backwards, stats.hits, stats.compiles) == (3, 1, 1)
+
+
+def test_code_inside_a_compile_does_not_wait_for_it() -> None:
+    found: list[bool] = []
+
+    def waits(graph_module: torch.fx.GraphModule, examples: Any) -> Any:
+        found.append(session.wait())
+        return graph_module.forward
+
+    session = ca.enable(backend=waits, cache_dir=False, on_miss="compile")
+    with session:
+        _grad(torch.randn(8, requires_grad=True))
+    assert found == [False] and session.wait(0)

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import contextvars
 import ctypes
+import logging
 import math
 import queue
 import sys
@@ -42,6 +43,8 @@ from ..torch_api.fx_traces import trace_alone
 from ..torch_api.version_differences import prepare_fake_tensors
 from .worker_process import WORKER, ProcessEndsError, compile_elsewhere
 
+_log = logging.getLogger(__name__)
+
 
 class Compiles(Protocol):
     """A program, as far as the queue knows it."""
@@ -53,16 +56,63 @@ class Compiles(Protocol):
         """Calls of a region cannot be traced."""
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class Task:
+    """Something that the thread does.
+
+    Attributes:
+        error: that calls cannot be traced; or what an import, or a backend, has raised.
+    """
+
+    error: BaseException | None = None
+    is_over: bool = False
+    _bells: list[queue.SimpleQueue[None]] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for tasks that do the same."""
+        raise NotImplementedError
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end, in one call of C: a signal's handler may run and raise meanwhile, and may itself wait.
+        Return False if that took more than ``timeout`` seconds."""
+        bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._bells.append(bell)
+        try:
+            if not self.is_over:
+                bell.get(timeout=timeout)
+        except queue.Empty:
+            return False
+        return True
+
+    def ring(self) -> None:
+        """Wake all who wait."""
+        self.is_over = True
+        for bell in [*self._bells]:
+            bell.put(None)
+
+
 @dataclass(slots=True, eq=False)
-class Job:
+class Import(Task):
+    """The import of what a backend needs."""
+
+    backend: Backend
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return ("import", self.backend.name)
+
+
+@dataclass(slots=True, eq=False)
+class Job(Task):
     """A region to load or compile, and its values; stand-ins for them where no step waits.
 
     Attributes:
         may_compile: False where it is only to be loaded from the store.
         until: when tracing must have ended (``time.perf_counter``).
-        ended: called at the end with the seconds of lowering and compiling; 0 if it came to nothing.
+        ended: called at the end with the job and the seconds of lowering and compiling; 0 if it came to nothing.
         owner: the report of the step that waits, and takes ``report``, ``over_budget`` and ``error`` at the end.
-        error: that calls cannot be traced; or what a backend has raised that is no ``Exception``.
+        changed: names of the settings of the process that changed, so that the code was discarded.
     """
 
     program: Compiles
@@ -74,50 +124,30 @@ class Job:
     autocast: Autocast = ()
     may_compile: bool = True
     until: float = math.inf
-    ended: Callable[[float], None] | None = None
+    ended: Callable[[Job, float], None] | None = None
     owner: RunReport | None = None
     report: RunReport = field(default_factory=RunReport)
     over_budget: bool = False
-    error: BaseException | None = None
-    _is_over: bool = False
-    _bells: list[queue.SimpleQueue[None]] = field(default_factory=list)
+    changed: str = ""
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for jobs that do the same."""
         return id(self.step), self.kind, self.may_compile
 
-    def wait(self) -> None:
-        """Wait for the end, in one call of C: a signal's handler may run and raise meanwhile, and may itself wait."""
-        bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._bells.append(bell)
-        if not self._is_over:
-            bell.get()
 
-    def ring(self) -> None:
-        """Wake all who wait."""
-        self._is_over = True
-        for bell in [*self._bells]:
-            bell.put(None)
-
-
-_LAST_SECONDS = 2.0
-"""Seconds that the process waits for the thread when it ends."""
-_TRIES = 20
-"""Times that a busy thread is told to end in these seconds."""
+_LAST_SECONDS, _BETWEEN = 60.0, 0.1
+"""Seconds that the process waits for the thread when it ends, and seconds between which a busy one is told to end."""
 
 
 class CompileQueue:
     """One thread of the process that loads and compiles regions for others."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)  # itself it is locked by functions of Python's: see the gate
-        self._jobs: dict[tuple[object, ...], Job] = {}
+        self._jobs: dict[tuple[object, ...], Task] = {}
         self._thread: threading.Thread | None = None
         self._imported: set[str] = set()
-        self._importing: set[int] = set()
 
     @property
     def busy(self) -> bool:
@@ -131,29 +161,28 @@ class CompileQueue:
         slots: Slots,
         ambient_state: Ambient,
         *,
-        ended: Callable[[float], None] | None = None,
+        ended: Callable[[Job, float], None] | None = None,
         waits_with: RunReport | None = None,
         may_compile: bool = True,
         seconds: float = math.inf,
     ) -> Job | None:
-        """Have a region compiled for the values in hand. Milliseconds, but the first time: then the backend is
-        imported.
+        """Have a region compiled for the values in hand, in milliseconds.
 
         Args:
-            ended: called at the end of the job; never if another step has submitted the same.
+            ended: see :class:`Job`; never called if another step has submitted the same.
             waits_with: the report of a step that is about to wait.
             seconds: those that tracing may take.
 
         Returns:
             The job, of whoever came first; None where the process ends.
+
+        Raises:
+            RuntimeError: no thread can be started.
         """
-        compiler = program.region_compiler
-        kind = compiler.kind(step, slots)
-        found = self._jobs.get((id(step), kind, may_compile))
+        kind = program.region_compiler.kind(step, slots)
+        found: Any = self._jobs.get((id(step), kind, may_compile))
         if found is not None or WORKER.ended:
             return found
-        if may_compile and waits_with is None:  # else the thread does, where no handler of a signal can break it off
-            self.import_for(compiler.backend)
         needed = {*step.inputs, *(fresh.leaf for fresh in step.fresh)}
         stand_ins = [value if slot in needed else None for slot, value in enumerate(slots)]
         if waits_with is None:
@@ -165,84 +194,118 @@ class CompileQueue:
         if waits_with is not None:
             job.owner = waits_with
             job.report = RunReport(misses=[*waits_with.misses], compile_id=waits_with.compile_id)
+        return self._put(job)
+
+    def _put(self, task: Any) -> Any:
+        """Give the thread something to do. Return the task, or one that was put before and does the same; None where
+        the process ends."""
         with self._lock:
-            found = self._jobs.get(job.key)
+            found = self._jobs.get(task.key)
             if found is not None or WORKER.ended:
                 return found
-            if self._thread is None:
-                thread = threading.Thread(target=self._work, name="compiled_autograd", daemon=True)
-                thread.start()
-                self._thread = thread
-            self._jobs[job.key] = job
-            self._queue.put(job)  # last: what was not handed on is not waited for
-        return job
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._work, name="compiled_autograd", daemon=True)
+                self._thread.start()
+            self._jobs[task.key] = task
+            self._queue.put(task)  # last: what was not handed on is not waited for
+        return task
+
+    def import_for(self, backend: Backend) -> None:
+        """Have the thread import what a backend needs, once, and wait for that: no handler of a signal breaks it off.
+
+        Raises:
+            Exception: any error of the import.
+        """
+        if backend.name in self._imported:
+            return
+        if COMPILER.thread == threading.get_ident():
+            _import_first(backend)
+            self._imported.add(backend.name)
+            return
+        task = self._put(Import(backend))
+        if task is not None:
+            task.wait()
+            if task.error is not None:
+                raise task.error
+
+    def has_imported(self, backend: Backend) -> bool:
+        """Return whether nothing is to be imported for a backend."""
+        return backend.name in self._imported
 
     def is_next(self, job: Job) -> bool:
         """Return whether no other job comes before this one."""
         return next(iter([*self._jobs.values()]), job) is job
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is being compiled; False if that took more than ``timeout`` seconds."""
-        with self._lock:
-            return self._changed.wait_for(lambda: not self._jobs, timeout)
+        """Wait until nothing is being compiled. Return False if that took more than ``timeout`` seconds, or in the
+        thread that compiles."""
+        ends = None if timeout is None else time.monotonic() + timeout
+        while True:
+            task = next(iter([*self._jobs.values()]), None)
+            if task is None:
+                return True
+            left = None if ends is None else ends - time.monotonic()
+            if COMPILER.thread == threading.get_ident() or (left is not None and left <= 0.0):
+                return False
+            task.wait(left)
 
     def stop(self) -> None:
         """End the process that compiles, and the thread: one that is in the midst of C++ at exit ends the process."""
         WORKER.end()
         with self._lock:  # earlier jobs are discarded, and no job follows
             self._queue.put(None)
-        thread = self._thread
-        if thread is not None and thread.ident is not None:
-            thread.join(0.0 if self._jobs else _LAST_SECONDS)
-            for _ in range(_TRIES):  # a finalizer that it comes in swallows it
-                if thread.is_alive():
-                    _raise_in(thread.ident, SystemExit)
-                    thread.join(_LAST_SECONDS / _TRIES)
+        thread, until = self._thread, time.monotonic() + _LAST_SECONDS
+        while thread is not None and thread.is_alive() and time.monotonic() < until:
+            if self._jobs and thread.ident is not None:  # repeatedly: a finalizer that it comes in swallows it
+                _raise_in(thread.ident, SystemExit)
+            thread.join(_BETWEEN)
 
     def reset_after_fork(self) -> None:
         """Forget all jobs in a forked child: it has no such thread. If the fork interrupted one, Inductor or an import
         may hold locks forever, and the child compiles nothing."""
-        jobs, importing = [*self._jobs.values()], self._importing - {threading.get_ident()}
+        jobs = [*self._jobs.values()]
         self.__init__()  # type: ignore[misc]
         COMPILER.thread = 0
-        COMPILER.is_broken |= bool(jobs or importing)
+        COMPILER.is_broken |= bool(jobs)
         for job in jobs:
             job.ring()
-
-    def import_for(self, backend: Backend) -> None:
-        """Import what the backend needs, once; a child that is forked meanwhile knows of it."""
-        if backend.name in self._imported:
-            return
-        me = threading.get_ident()
-        try:
-            self._importing.add(me)
-            _import_first(backend)
-            self._imported.add(backend.name)
-        finally:
-            self._importing.discard(me)
 
     def _work(self) -> None:
         COMPILER.thread = threading.get_ident()
         trace_alone()
         while True:
-            job = self._queue.get()
-            if job is None:
+            task = self._queue.get()
+            if task is None:
                 return
-            seconds = 0.0
             try:
-                if not WORKER.ended:  # else the process ends
-                    with _yielding():
-                        seconds = job.context.run(_compile, job)
+                self._do(task)
+            except BaseException:  # noqa: BLE001  others wait for this thread
+                if WORKER.ended:
+                    return
+                _log.exception("error after a compile")
+            del task
+
+    def _do(self, task: Task) -> None:
+        seconds = 0.0
+        try:
+            if WORKER.ended:
+                return
+            if isinstance(task, Job):
+                with _yielding():
+                    seconds = task.context.run(_compile, task)
+            elif isinstance(task, Import):
+                self.import_for(task.backend)
+        except Exception as error:
+            if isinstance(task, Job):
+                raise
+            task.error = error
+        finally:
+            try:
+                if isinstance(task, Job) and task.ended is not None:
+                    task.ended(task, seconds)
             finally:
-                try:
-                    if job.ended is not None:
-                        job.ended(seconds)
-                finally:
-                    with self._lock:
-                        self._jobs.pop(job.key, None)
-                        self._changed.notify_all()
-                    job.ring()
-            del job
+                self._jobs.pop(task.key, None)
+                task.ring()
 
 
 Autocast = Sequence[tuple[str, bool, torch.dtype]]
@@ -307,37 +370,47 @@ def _compile(job: Job) -> float:
     compiler, device, report = job.program.region_compiler, job.program.tape.cuda_device, job.report
     context = RunContext(report, left=lambda: job.until - time.perf_counter())
 
-    def compile_beside(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Made:
-        made = compile_elsewhere(job.ambient_state, backend, graph_module, examples)
-        if not _in_same_state(job):  # as it was lowered, or compiled here
-            raise _OtherStateError
+    def make(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Made:
+        waited_for = job.owner is not None
+        made = (
+            compile_here(backend, graph_module, examples)
+            if waited_for
+            else compile_elsewhere(job.ambient_state, backend, graph_module, examples)
+        )
+        if job.owner is None:  # the step did not wait: it may have changed something
+            _check_state(job)
         return made
 
     try:
-        if not _in_same_state(job):
-            return 0.0
+        _use_threads(dict(job.ambient_state)["threads"])
+        _check_state(job)
         _set_autocast(job.autocast)  # a marked hook may ask for it
         compiles_beside(job.owner is None)
         with torch.no_grad(), contextlib.nullcontext() if device is None else torch.cuda.device(device):
             if compiler.find(job.step, job.slots)[0]:  # a step of another session has compiled it meanwhile
                 return 0.0
             if not compiler.load(job.step, job.slots, context) and job.may_compile:
-                QUEUE.import_for(compiler.backend)
+                if not QUEUE.has_imported(compiler.backend):
+                    with report.timed("load"):
+                        QUEUE.import_for(compiler.backend)
                 if context.left() <= 0.0:
                     raise OverBudgetError
-                how = compile_beside if job.owner is None else compile_here
-                compiler.compile_region(job.step, job.slots, context, how)
-    except (_OtherStateError, ProcessEndsError):
+                compiler.compile_region(job.step, job.slots, context, make)
+    except _OtherStateError:
+        pass
+    except ProcessEndsError:
         return 0.0
     except OverBudgetError:
         job.over_budget = True
     except UntraceableError as error:
         job.error = error
     except Exception as error:  # noqa: BLE001  the thread must live on; the region's calls go on one by one
-        report.failures.append(failure_of("compile", compiler.backend.name, job.step.region, error))
-        job.step.add(job.kind, [None])
+        _fail(job, error)
     except BaseException as error:  # noqa: BLE001  so it must here
-        job.error = error
+        if job.owner is None and not WORKER.ended:
+            _fail(job, error)
+        else:
+            job.error = error
     if WORKER.ended:  # half of the interpreter is gone: the failure is not the graph's, and no step follows
         return 0.0
     if job.owner is None:
@@ -349,19 +422,42 @@ def _compile(job: Job) -> float:
     return sum(report.seconds.get(stage, 0.0) for stage in ("lower", "compile"))
 
 
-def _in_same_state(job: Job) -> bool:
-    """Return whether the process is still in the state of the job's variant.
+def _fail(job: Job, error: BaseException) -> None:
+    backend = job.program.region_compiler.backend
+    job.report.failures.append(failure_of("compile", backend.name, job.step.region, error))
+    job.step.add(job.kind, [None])
 
-    Autocast and anomaly mode belong to the calling thread and to the graph: the compile does not read them. Each thread
-    keeps the number of threads that its first query returned, so a new thread reads the number.
+
+def _check_state(job: Job) -> None:
+    """Check that the process is in the state of the job's variant.
+
+    Autocast and anomaly mode belong to the calling thread and to the graph: the compile does not read them.
+
+    Raises:
+        _OtherStateError: it is in another one.
     """
+    wanted, found = dict(compile_state(job.ambient_state)), dict(compile_state(ambient()))
+    job.changed = ", ".join(name for name in {**wanted, **found} if wanted.get(name) != found.get(name))
+    if job.changed:
+        raise _OtherStateError
+
+
+def _use_threads(number: int) -> None:
+    """Use as many threads for operators as the thread that waits. PyTorch has a number for each thread, and one of the
+    process for new threads, which does not change here."""
+    if torch.get_num_threads() == number:
+        return
     asked: list[int] = []
-    asking = threading.Thread(target=lambda: asked.append(torch.get_num_threads()))
-    asking.start()
-    asking.join()
-    if torch.get_num_threads() != asked[0]:
-        torch.set_num_threads(asked[0])
-    return compile_state(ambient()) == compile_state(job.ambient_state)
+    _in_a_thread(lambda: asked.append(torch.get_num_threads()))
+    torch.set_num_threads(number)
+    if asked[0] != number:
+        _in_a_thread(lambda: torch.set_num_threads(asked[0]))
+
+
+def _in_a_thread(run: Callable[[], None]) -> None:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
 
 
 def memoryless(value: Any) -> Any:

@@ -59,6 +59,19 @@ NOT_YET = Bypass(
     hint="it is new: it is compiled in the background once it has run on eager for as long as a compile is likely to "
     'hold up the training (2 s for the first one). on_miss="compile" compiles it at once',
 )
+
+
+def settings_change(names: str) -> Bypass:
+    """A reason: settings of the process were others when the code was compiled."""
+    return Bypass(
+        "settings_change",
+        names,
+        "it was being compiled in the background when these settings of the process were changed, and the code was "
+        'discarded; another try follows after more backwards. on_miss="compile" compiles under the settings of the '
+        "step. Settings that hold for the whole training need no other try",
+    )
+
+
 OVER_BUDGET = Bypass(
     "over_budget",
     hint="it is new, and compiling has cost more time than hits have saved; compile_budget=SECONDS sets the limit of "

@@ -25,6 +25,7 @@ from ..diagnostics.bypass import (
     UNTESTED_TORCH,
     before_capture,
     is_batched,
+    settings_change,
     tracing_context,
 )
 from ..diagnostics.structure_misses import with_title
@@ -41,6 +42,7 @@ from .handles import KEPT
 from .seam import hand_over
 
 _LEFT = (NOT_YET, COMPILING, OVER_BUDGET)
+_CHANGED = settings_change("").kind
 _NOT_UNSUPPORTED = (TRACING, ON_MISS, TURNED_OFF, UNTESTED_TORCH, *_LEFT, FORKED, INSIDE_COMPILE)
 
 
@@ -74,7 +76,7 @@ def decide(call: Call, settings: Settings) -> Bypass | None:
 
 def is_policy(reason: Bypass) -> bool:
     """Return whether a backward is left to eager by choice, and not because it cannot be captured."""
-    return reason in _NOT_UNSUPPORTED or is_choice(reason)
+    return reason in _NOT_UNSUPPORTED or reason.kind == _CHANGED or is_choice(reason)
 
 
 def _cannot_be_captured(call: Call, settings: Settings) -> Bypass | None:

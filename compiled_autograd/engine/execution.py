@@ -14,7 +14,7 @@ from torch.autograd import Variable
 from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..cache.selection import Selection, select
 from ..cache.variants import Handover, Variant
-from ..compiling.queue import QUEUE
+from ..compiling.queue import QUEUE, Job
 from ..compiling.worker_process import WORKER
 from ..diagnostics.node_log import NodeLog
 from ..diagnostics.reporting import failure_of, logs_nodes
@@ -317,14 +317,18 @@ def _submit(run: RunAccount, ambient_state: Ambient, program: Program, step: Reg
 
     record = record_of(run.call)
 
-    def ended(seconds: float) -> None:
-        if seconds:
+    def ended(job: Job | None, seconds: float) -> None:
+        changed = "" if job is None else job.changed
+        if seconds and not changed:
             session.compiled_beside(graph, seconds)
-        LEDGER.ended(record, variant, ended, seconds, settings)
+        LEDGER.ended(record, variant, ended, seconds, settings, changed)
 
     will_end = False
     try:
         LEDGER.begins(record, variant, ended)
+        if not QUEUE.has_imported(program.region_compiler.backend):
+            with run.report.timed("load"):
+                QUEUE.import_for(program.region_compiler.backend)
         job = QUEUE.submit(program, step, slots, ambient_state, ended=ended)
         will_end = job is not None and job.ended is ended
     except Exception as error:  # noqa: BLE001  a later step tries again
@@ -334,4 +338,4 @@ def _submit(run: RunAccount, ambient_state: Ambient, program: Program, step: Reg
         run.report.failures.append(failure_of("submit", program.region_compiler.backend.name, step.region, error))
     finally:
         if not will_end:
-            LEDGER.ended(record, variant, ended, 0.0, settings)
+            ended(None, 0.0)

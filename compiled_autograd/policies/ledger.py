@@ -32,7 +32,7 @@ import weakref
 from collections.abc import Callable, Hashable
 
 from ..cache.variants import Variant
-from ..diagnostics.bypass import COMPILING, NOT_YET, OVER_BUDGET
+from ..diagnostics.bypass import COMPILING, NOT_YET, OVER_BUDGET, settings_change
 from ..diagnostics.node_names import title
 from ..diagnostics.reporting import tell_decision, warn_once
 from ..outcomes import TUNING
@@ -217,14 +217,25 @@ class Ledger:
         record.compiling.add(job)
         self._change(record, State.COMPILING, COMPILING)
 
-    def ended(self, record: Record, variant: Variant, job: object, seconds: float, settings: Settings) -> None:
-        """Count the end of that job after these seconds; 0 if it came to nothing. A second call changes nothing."""
+    def ended(
+        self, record: Record, variant: Variant, job: object, seconds: float, settings: Settings, changed: str = ""
+    ) -> None:
+        """Count the end of that job after these seconds; 0 if it came to nothing. A second call changes nothing.
+
+        Args:
+            changed: names of settings that were changed meanwhile, so that the code was discarded.
+        """
         if job not in record.compiling or self._records.get(record.key) is not record:
             return
         record.compiling.discard(job)
         if seconds:
             self._spend(record, BESIDE * seconds)
-        if not record.compiling:
+        if record.compiling:
+            return
+        if changed:
+            self._change(record, State.NEW, None)
+            self._rest(record, State.REFUSED, settings_change(changed), REST if seconds else 1)
+        else:
             self._serves(record, variant, settings)
 
     def compiled(self, record: Record, variant: Variant, seconds: float, settings: Settings) -> None:

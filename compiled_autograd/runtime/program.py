@@ -228,15 +228,21 @@ class Program:
         # A step that does not wait waits for no other's compile; nor one that writes leaves, for which that may wait.
         may_wait = not QUEUE.busy or not (context.submit is not None or LEAF_WRITES.writes_here())
         if may_wait and (compiles or self.region_compiler.may_load(step)):
-            job = QUEUE.submit(
-                self,
-                step,
-                slots,
-                ambient(),
-                waits_with=context.report,
-                may_compile=compiles,
-                seconds=context.left() if compiles else math.inf,
-            )
+            job = None
+            try:
+                job = QUEUE.submit(
+                    self,
+                    step,
+                    slots,
+                    ambient(),
+                    waits_with=context.report,
+                    may_compile=compiles,
+                    seconds=context.left() if compiles else math.inf,
+                )
+            except RuntimeError as error:  # no thread can be started
+                raise_what_a_handler_raised(error)
+                name = self.region_compiler.backend.name
+                context.report.failures.append(failure_of("submit", name, step.region, error))
             if job is not None:
                 self._wait_for(job, context)
             found, compiled = self.region_compiler.find(step, slots)
@@ -256,22 +262,30 @@ class Program:
             return f"{doing} region {number} of {len(regions)}", harmless(self.region_compiler.title())
 
         shown = context.wait.shown(what) if QUEUE.is_next(job) else contextlib.nullcontext()  # else another shows its
+        where, is_owner = f"the region of {len(job.step.region.nodes)} calls", job.owner is context.report
+        waited = Miss("guard", where, hint=f"it was being compiled for {'this' if is_owner else 'another'} step")
+        context.report.misses.append(waited)
         try:
             with shown:
                 job.wait()
         except BaseException:
-            if job.owner is context.report:
+            if is_owner:
                 job.owner = None
+                if job.is_over:
+                    self.region_compiler.finished.append(job.report)
             raise
-        if job.owner is not context.report:
-            where = f"the region of {len(job.step.region.nodes)} calls"
-            context.report.misses.append(Miss("guard", where, hint="it was being compiled for another step"))
+        if not is_owner:
             return
         context.report.misses.clear()
         context.report.join(job.report)
+        if job.changed:
+            hint = f"{job.changed} had changed, and it was not compiled: its calls ran one by one"
+            context.report.misses.append(Miss("guard", where, hint=hint))
         if job.over_budget:
             context.may_compile, context.report.over_budget = False, True
         if job.error is not None:
+            if not isinstance(job.error, UntraceableError):
+                context.report.misses.append(waited)
             raise job.error
 
     def leave_opaque(self, step: RegionStep, error: UntraceableError, failures: list[Failure]) -> None:

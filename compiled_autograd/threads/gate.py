@@ -191,7 +191,7 @@ class Gate:
             self._unseen &= self._find_unseen()
         if self._in_call and me in _holders(self._in_call):
             return INSIDE_ENGINE_CALL
-        if self._unseen or ((self.idents or self.in_eager) and self._others_than(me)):
+        if self._unseen - {me} or ((self.idents or self.in_eager) and self._others_than(me)):
             return OTHER_THREAD
         return None
 

@@ -77,8 +77,8 @@ class Timing(msgspec.Struct, frozen=True, gc=False):
     """The result of a tuning trial: an entry and the eager engine, run alternately and timed.
 
     Attributes:
-        eager: the median of the eager engine's backwards, in milliseconds.
-        compiled: the median of the compiled backwards, in milliseconds.
+        eager: the geometric mean of the eager engine's backwards, in milliseconds.
+        compiled: the geometric mean of the compiled backwards, in milliseconds.
         samples: the minimum number of backwards of each.
         when: the time of the decision.
         goes_on: ``"eager"`` or ``"compiled"``: the faster one. It ran later backwards in the process of the trial.
@@ -102,7 +102,7 @@ class Timing(msgspec.Struct, frozen=True, gc=False):
 
     def __str__(self) -> str:
         figures = f"eager takes {self.eager:.2f} ms, the compiled graph {self.compiled:.2f} ms"
-        return f"{figures} (medians of {self.samples} each)"
+        return f"{figures} (means of {self.samples} each)"
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

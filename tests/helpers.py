@@ -124,7 +124,8 @@ class Result:
 
 def trials_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have trials decide with two rows on each side."""
-    monkeypatch.setattr(ledger, "SAMPLES", 2 * (ledger.IN_A_ROW - 1))
+    for name, value in (("SAMPLES", 8), ("MOST_SAMPLES", 8), ("ROWS", (5,))):
+        monkeypatch.setattr(ledger, name, value)
 
 
 def total(stats: ca.Stats) -> int:

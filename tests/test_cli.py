@@ -158,7 +158,7 @@ def test_show(run: Run) -> None:
   why        shape at node 2 AddmmBackward0, mat1, dim 0: 32 -> 48, 19.8 s (dim 0 is dynamic from now on)
   cost       19.8 s
   used       5 minutes ago, loaded 3 times, saved 59.5 s
-  timed      50 minutes ago: eager takes 0.62 ms, the compiled graph 0.41 ms (medians of 7 each); the compiled graph is used
+  timed      50 minutes ago: eager takes 0.62 ms, the compiled graph 0.41 ms (means of 7 each); the compiled graph is used
   size       3.1 MB in 1 region
   shapes     dynamic
   structure  5e1fab90c2d4, 11 nodes
@@ -260,7 +260,7 @@ def test_what_is_left_to_eager(run: Run, cache: Path) -> None:
   runs   on eager
   kind   not_worth_it
   means  The eager engine was faster when both were timed: it runs such backwards, which count as bypasses.
-  timed  1 month ago: eager takes 0.18 ms, the compiled graph 0.31 ms (medians of 7 each); eager is used
+  timed  1 month ago: eager takes 0.18 ms, the compiled graph 0.31 ms (means of 7 each); eager is used
   do     Nothing: eager and compiled code are timed again from time to time, and in each process. `tune=False` ends it.""",
     )
     with shadow_cache.open(cache) as store:

@@ -191,7 +191,9 @@ def test_a_step_goes_on_where_no_thread_can_be_started(monkeypatch: pytest.Monke
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(QUEUE, "_thread", None)
+    if QUEUE._thread is not None:
+        QUEUE._queue.put(None)
+        QUEUE._thread.join()
     with ca.enable(backend="eager", cache_dir=False, on_miss="compile") as session:
         with monkeypatch.context() as patched, pytest.warns(UserWarning, match="can't start new thread"):
             patched.setattr(threading.Thread, "start", start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
@@ -17,6 +18,7 @@ from compiled_autograd.engine import backward, decide, here, records
 from compiled_autograd.engine.call import Refused
 from compiled_autograd.engine.session import Session, thread
 from compiled_autograd.policies import ledger
+from compiled_autograd.policies.decision import State
 from compiled_autograd.policies.ledger import LEDGER
 from shadow_cache import Bypass, unsupported
 
@@ -97,6 +99,49 @@ def test_on_unsupported_raise_raises_each_time() -> None:
         for _ in range(10):
             with pytest.raises(ca.UnsupportedBackwardError, match="view_fn"):
                 _refused(torch.randn(4, requires_grad=True)).backward()
+
+
+@pytest.mark.parametrize("state", ["eager", "timing"])
+def test_on_miss_raise_raises_for_a_tape_that_eager_runs(state: str) -> None:
+    """All shapes of a tape have one record."""
+    with ca.enable(backend="eager", on_miss="compile", dynamic=False):
+        _captured(torch.randn(4, requires_grad=True)).backward()
+    with ca.enable(backend="eager", on_miss="raise", dynamic=False) as session:
+        _captured(torch.randn(4, requires_grad=True)).backward()
+        (record,) = [each for each in LEDGER._records.values() if each.living()][1:] or [
+            each for each in LEDGER._records.values() if each.living()
+        ]
+        reason = Bypass("not_worth_it") if state == "eager" else ledger.TIMED
+        LEDGER._change(record, State.EAGER if state == "eager" else State.TIMING, reason)
+        x = torch.randn(4, requires_grad=True)
+        _captured(x).backward()
+        assert session.last is not None and session.last.reasons == (reason,)
+        y = torch.randn(5, requires_grad=True)
+        with pytest.raises(ca.CacheMissError):
+            _captured(y).backward()
+    assert y.grad is None and torch.allclose(x.grad, x.detach().exp())  # type: ignore[arg-type]
+
+
+def test_on_miss_raise_raises_before_anything_is_written() -> None:
+    """Another session's compile of that tape has not ended."""
+    ends = threading.Event()
+
+    def slow(graph_module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        assert ends.wait(60)
+        return graph_module.forward
+
+    x = torch.randn(4, requires_grad=True)
+    with ca.enable(backend=slow, on_miss="background", cache_dir=False) as beside:
+        _captured(x).backward()
+    x.grad, loss = None, _captured(x)
+    with ca.enable(backend=slow, on_miss="raise", cache_dir=False):
+        with pytest.raises(ca.CacheMissError, match="not compiled yet"):
+            loss.backward()
+        assert x.grad is None
+        ends.set()
+        assert beside.wait(60)
+        loss.backward()
+    assert torch.allclose(x.grad, x.detach().exp())  # type: ignore[arg-type]
 
 
 def test_a_mistake_of_the_users_is_no_refusal(walks: list[object]) -> None:

@@ -402,3 +402,16 @@ def test_a_region_of_a_known_variant_is_not_compiled_in_the_background_at_once(t
     assert _step(session, _passes_on) == "shape_miss"
     outcomes = [_step(session, _passes_on) for _ in range(8) if session.wait(60)]
     assert outcomes[0] != "hit" and outcomes[-1] == "hit"
+
+
+@pytest.mark.parametrize("on_miss", ["compile", "background"])
+def test_a_budget_below_the_likely_time_of_a_first_compile(takes: dict[str, float], on_miss: Any) -> None:
+    """Two seconds, for the import of a slow backend: others take milliseconds."""
+    takes["compile"] = takes["eager"] = 0.01
+    session = ca.enable(backend="eager", compile_budget=0.5, on_miss=on_miss, tune=False)
+    for _ in range(100):
+        x = torch.ones(8, requires_grad=True)
+        with session:
+            (x.exp() * 2).sum().backward()
+        assert session.wait(60)
+    assert session.stats().compiles == 1 and session.stats().hits > 40

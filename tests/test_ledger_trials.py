@@ -61,7 +61,7 @@ def test_a_slow_graph_is_left_to_eager_and_says_so(takes: dict[str, float]) -> N
     assert labels == [*FIRST, *TRIAL, *["not_worth_it"] * 4]
     assert session.last is not None
     (reason,) = session.last.reasons
-    assert reason.hint.startswith("eager takes 2.00 ms, the compiled graph 3.00 ms (medians of 3 each)")
+    assert reason.hint.startswith("eager takes 2.00 ms, the compiled graph 3.00 ms (means of 3 each)")
     expect(session.stats(), structure_misses=1, hits=7, tuning=6, bypasses={"not_worth_it": 4}, compiles=1)
 
 

@@ -268,7 +268,7 @@ def test_refusals_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_runs_what_is_not_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `tune` leaves to eager goes there without a look: in the own loop, unless that has refused it for long."""
     trials_of_two_rows(monkeypatch)
-    monkeypatch.setattr(ledger, "WORTH", 0.0)
+    monkeypatch.setattr(ledger, "WORTH", 1e-9)
     used = ca.enable(backend="eager", cache_dir=False, tune=True, extension="all")
     _backward(used, 60)
     assert "not_worth_it" in used.stats().bypasses

@@ -23,7 +23,7 @@ NOW = 1.75e9
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials end after few backwards, and begin again after few: two on each side take turns, of which one counts."""
-    for name, value in (("SAMPLES", 3), ("IN_A_ROW", 2), ("REST", 5)):
+    for name, value in (("SAMPLES", 3), ("MOST_SAMPLES", 3), ("ROWS", (2,)), ("REST", 5)):
         monkeypatch.setattr(ledger, name, value)
 
 

@@ -31,7 +31,7 @@ from .sequence import Event, Recording
 from .simulator import Machine, Policy, Way, replay
 
 SCATTER = 0.3
-CONSTANTS = ("FIRST_SECONDS", "BESIDE", "SECONDS", "SHARE", "SAMPLES", "IN_A_ROW", "WORTH", "REST")
+CONSTANTS = ("FIRST_SECONDS", "BESIDE", "SECONDS", "SHARE", "SAMPLES", "WORTH", "REST")
 Make = Callable[[], contextlib.AbstractContextManager[Policy]]
 
 

@@ -240,6 +240,11 @@ class Variant(WeaklyReferred):
         """The regions, in the order in which they run."""
         return [step for step in self.program.schedule.steps if isinstance(step, RegionStep)]
 
+    def missing(self) -> list[RegionStep]:
+        """Return the regions without any code, neither in memory nor in the store."""
+        may_load = self.program.region_compiler.may_load
+        return [step for step in self.regions if not step.compiled and not may_load(step)]
+
 
 def tensor_check(
     tensors: Sequence[torch.Tensor], specs: Sequence[Spec], added_to: Container[int] = ()

@@ -17,8 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -31,108 +30,19 @@ from ..diagnostics.reporting import failure_of, warn_of
 from ..diagnostics.users_line import users_line, work_is_for
 from ..errors import OverBudgetError, UntraceableError
 from ..guards.ambient import Ambient, ambient, compile_state
-from ..lowering.region_compiler import RegionCompiler, compile_here
+from ..lowering.region_compiler import compile_here
 from ..lowering.stored_regions import Made
 from ..process_state import PROCESS
-from ..shadow_cache import Failure
 from ..steps.memory import has_bit
 from ..steps.run_context import RunContext, RunReport
 from ..steps.steps import RegionStep, Slots
 from ..threads.compile_thread import COMPILER
 from ..torch_api.fx_traces import trace_alone
 from ..torch_api.version_differences import prepare_fake_tensors
+from .jobs import Autocast, Compiles, Import, Job, Task
 from .worker_process import WORKER, ProcessEndsError, compile_elsewhere
 
 _log = logging.getLogger(__name__)
-
-
-class Compiles(Protocol):
-    """A program, as far as the queue knows it."""
-
-    tape: ir.TapeGraph
-    region_compiler: RegionCompiler
-
-    def leave_opaque(self, step: RegionStep, error: UntraceableError, failures: list[Failure]) -> None:
-        """Calls of a region cannot be traced."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Task:
-    """Something that the thread does.
-
-    Attributes:
-        error: that calls cannot be traced; or what an import, or a backend, has raised.
-    """
-
-    error: BaseException | None = None
-    is_over: bool = False
-    _bells: list[queue.SimpleQueue[None]] = field(default_factory=list)
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Equal for tasks that do the same."""
-        raise NotImplementedError
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end, in one call of C: a signal's handler may run and raise meanwhile, and may itself wait.
-        Return False if that took more than ``timeout`` seconds."""
-        bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._bells.append(bell)
-        try:
-            if not self.is_over:
-                bell.get(timeout=timeout)
-        except queue.Empty:
-            return False
-        return True
-
-    def ring(self) -> None:
-        """Wake all who wait."""
-        self.is_over = True
-        for bell in [*self._bells]:
-            bell.put(None)
-
-
-@dataclass(slots=True, eq=False)
-class Import(Task):
-    """The import of what a backend needs."""
-
-    backend: Backend
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        return ("import", self.backend.name)
-
-
-@dataclass(slots=True, eq=False)
-class Job(Task):
-    """A region to load or compile, and its values; stand-ins for them where no step waits.
-
-    Attributes:
-        may_compile: False where it is only to be loaded from the store.
-        until: when tracing must have ended (``time.perf_counter``).
-        ended: called at the end with the job and the seconds of lowering and compiling; 0 if it came to nothing.
-        owner: the report of the step that waits, and takes ``report``, ``over_budget`` and ``error`` at the end.
-        changed: names of the settings of the process that changed, so that the code was discarded.
-    """
-
-    program: Compiles
-    step: RegionStep
-    slots: Slots
-    kind: tuple[Any, ...]
-    context: contextvars.Context
-    ambient_state: Ambient
-    autocast: Autocast = ()
-    may_compile: bool = True
-    until: float = math.inf
-    ended: Callable[[Job, float], None] | None = None
-    owner: RunReport | None = None
-    report: RunReport = field(default_factory=RunReport)
-    over_budget: bool = False
-    changed: str = ""
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        return id(self.step), self.kind, self.may_compile
 
 
 _LAST_SECONDS, _BETWEEN = 60.0, 0.1
@@ -218,15 +128,16 @@ class CompileQueue:
         """
         if backend.name in self._imported:
             return
-        if COMPILER.thread == threading.get_ident():
-            _import_first(backend)
-            self._imported.add(backend.name)
-            return
         task = self._put(Import(backend))
         if task is not None:
             task.wait()
             if task.error is not None:
                 raise task.error
+
+    def import_here(self, backend: Backend) -> None:
+        """Import what a backend needs, in the thread."""
+        _import_first(backend)
+        self._imported.add(backend.name)
 
     def has_imported(self, backend: Backend) -> bool:
         """Return whether nothing is to be imported for a backend."""
@@ -294,7 +205,7 @@ class CompileQueue:
                 with _yielding():
                     seconds = task.context.run(_compile, task)
             elif isinstance(task, Import):
-                self.import_for(task.backend)
+                self.import_here(task.backend)
         except Exception as error:
             if isinstance(task, Job):
                 raise
@@ -306,9 +217,6 @@ class CompileQueue:
             finally:
                 self._jobs.pop(task.key, None)
                 task.ring()
-
-
-Autocast = Sequence[tuple[str, bool, torch.dtype]]
 
 
 def _autocast() -> Autocast:
@@ -392,7 +300,7 @@ def _compile(job: Job) -> float:
             if not compiler.load(job.step, job.slots, context) and job.may_compile:
                 if not QUEUE.has_imported(compiler.backend):
                     with report.timed("load"):
-                        QUEUE.import_for(compiler.backend)
+                        QUEUE.import_here(compiler.backend)
                 if context.left() <= 0.0:
                     raise OverBudgetError
                 compiler.compile_region(job.step, job.slots, context, make)

@@ -44,6 +44,8 @@ def run(session: Session, call: Call) -> Any:
     if record is not None:
         reason = next_action(record, None).reason
         if reason is not None:
+            if settings.on_miss == "raise":  # that eager is faster is no reason to let a miss pass
+                reason = decide(call, settings) or reason
             return _left_to_eager(session, call, record, reason)
     here.streak = 0
     account = Account(session, settings)

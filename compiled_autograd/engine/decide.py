@@ -18,6 +18,7 @@ from ..diagnostics.bypass import (
     INTERMEDIATE_INPUT,
     NOT_YET,
     ON_MISS,
+    OTHER_THREAD,
     OVER_BUDGET,
     ROOTS_APART,
     TRACING,
@@ -30,9 +31,9 @@ from ..diagnostics.bypass import (
 )
 from ..diagnostics.structure_misses import with_title
 from ..errors import CacheMissError
-from ..policies.ledger import is_choice
+from ..policies.ledger import NOT_WORTH_IT, TIMED
 from ..settings import Settings
-from ..shadow_cache import Bypass
+from ..shadow_cache import Bypass, Miss
 from ..threads.gate import GATE
 from .call import Call, HandedOver, Refused
 from .cuda.devices import lie_apart
@@ -42,8 +43,8 @@ from .handles import KEPT
 from .seam import hand_over
 
 _LEFT = (NOT_YET, COMPILING, OVER_BUDGET)
-_CHANGED = settings_change("").kind
-_NOT_UNSUPPORTED = (TRACING, ON_MISS, TURNED_OFF, UNTESTED_TORCH, *_LEFT, FORKED, INSIDE_COMPILE)
+_CHOICES = (NOT_WORTH_IT, TIMED.kind, settings_change("").kind)
+_NOT_UNSUPPORTED = (OTHER_THREAD, TRACING, ON_MISS, TURNED_OFF, UNTESTED_TORCH, *_LEFT, FORKED, INSIDE_COMPILE)
 
 
 def by_arguments(
@@ -76,7 +77,7 @@ def decide(call: Call, settings: Settings) -> Bypass | None:
 
 def is_policy(reason: Bypass) -> bool:
     """Return whether a backward is left to eager by choice, and not because it cannot be captured."""
-    return reason in _NOT_UNSUPPORTED or reason.kind == _CHANGED or is_choice(reason)
+    return reason in _NOT_UNSUPPORTED or reason.kind in _CHOICES
 
 
 def _cannot_be_captured(call: Call, settings: Settings) -> Bypass | None:
@@ -110,6 +111,10 @@ def _must_be_a_hit(call: Call, settings: Settings) -> Bypass | None:
         return None  # what refused this walk refuses the next one
     graph, ambient_state = given.graph, given.graph.state(given.handover, settings)
     variant, other = find_variant(settings, graph, ambient_state, given.handover)
+    missing = [] if variant is None else variant.missing()
+    if missing:
+        miss = Miss("guard", f"{len(missing)} regions", hint="they are not compiled yet")
+        raise CacheMissError([with_title(miss, graph.tape)])
     if variant is not None:
         return None
     misses = [] if given.miss is None else [given.miss]

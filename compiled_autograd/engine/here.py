@@ -11,8 +11,8 @@ from ..runtime.running_backward import Running
 from ..shadow_cache import Bypass
 
 ALIKE_BEFORE_A_SKIP, MOST_SKIPPED = 16, 64
-"""One in 16 of consecutive backwards that are left to eager may be skipped: it runs on eager without a peek at its
-tape. Up to 64 are skipped in a row."""
+"""After 16 consecutive backwards that were left to eager after a peek, one is skipped after each peek: it runs on eager
+without a peek at its tape. After 32 two are skipped, and so on, up to 64."""
 
 
 class Here:

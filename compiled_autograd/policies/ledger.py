@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import statistics
 import time
 import weakref
@@ -39,6 +40,7 @@ from ..outcomes import TUNING
 from ..process_state import PROCESS
 from ..settings import Settings
 from ..shadow_cache import Bypass, Miss, Timing
+from .clock import log_mean, row_of
 from .decision import Action, Balance, Decision, Record, State, by_clock, next_action
 
 FIRST_SECONDS = 2.0
@@ -48,10 +50,11 @@ BESIDE = 0.25
 """Part of the seconds of a compile beside the training that the training loses."""
 SECONDS, SHARE = 30.0, 0.05
 """Seconds that compiles may lose in any case, and part of the seconds since the start that is added."""
-SAMPLES = 24
-"""Backwards timed each way."""
-IN_A_ROW = 5
-"""Timed backwards in a row one way. The first does not count, since it finds the other way's data in the caches."""
+SAMPLES, MOST_SAMPLES = 24, 192
+"""Minimum and maximum number of backwards timed each way. Sizes that vary need more than the minimum."""
+ROWS = (5, 3, 7, 4, 8)
+"""Timed backwards in a row one way, then the other way, and so on. The first of a row does not count, since it finds
+the other way's data in the caches. The numbers differ, so that rows and sizes that alternate get out of step."""
 WORTH = 1.02
 """Maximum time of a compiled backward by eager's: below, clocks tell nothing."""
 REST = 256
@@ -61,7 +64,7 @@ LEFT_UNSAID = 8
 """Misses left to eager over the budget before the warning."""
 _MAX_RECORDS, _MAX_NUMBERS, _LATEST = 4096, 1024, 8
 _TIMED_ON = frozenset({"cpu", "cuda"})
-_NOT_WORTH_IT = "not_worth_it"
+NOT_WORTH_IT = "not_worth_it"
 TIMED = Bypass(TUNING, hint="run on eager to time it against the compiled graph; tune=False turns this off")
 
 
@@ -82,9 +85,7 @@ class Ledger:
         self._numbers: dict[Hashable, int] = {}
         self._next_number = itertools.count(1)
         self._costs: list[float] = []
-        self._since = self.clock()
-        self._forgotten = 0.0
-        self._left, self._has_closed = 0, False
+        self.clear()
 
     def clear(self) -> None:
         """Forget all, and begin anew."""
@@ -100,7 +101,7 @@ class Ledger:
     def number(self, settings: Settings) -> int:
         """Return a number for settings whose sessions share records: settings take long to compare."""
         ways = (settings.on_miss, settings.on_unsupported, settings.tune, settings.check, settings.compile_budget)
-        key = (settings.key, ways, settings.own_loop, settings.native is False)
+        key = (settings.key, ways, settings.own_loop, settings.native is False, settings.cache_dir)
         number = self._numbers.get(key)
         if number is None:
             if len(self._numbers) >= _MAX_NUMBERS:
@@ -122,17 +123,17 @@ class Ledger:
         """Forget the oldest record without code; if there is none, the oldest."""
         records = [*self._records.values()]
         oldest = next((each for each in records if not each.living()), records[0])
-        self._records.pop(oldest.key, None)
-        self.watched.pop(oldest.key, None)
+        for table in (self._records, self.watched):
+            table.pop(oldest.key, None)
         self._forgotten += oldest.lost()
 
     @property
     def has_several_numbers(self) -> bool:
-        """True if code may have been compiled for a tape under other settings than its record's."""
+        """True if other settings than a record's may have compiled code for its tape."""
         return len(self._numbers) > 1
 
     def knows(self, key: Hashable) -> bool:
-        """Return whether there is a record with a key."""
+        """Return whether a record has a key."""
         return key in self._records
 
     def move(self, key: Hashable, new: Hashable) -> None:
@@ -150,10 +151,10 @@ class Ledger:
 
     def balance(self, settings: Settings) -> Balance:
         """Return the balance for a session with these settings, in some microseconds for each compiled tape."""
-        likely = statistics.median(self._costs) if self._costs else FIRST_SECONDS
         allowed = settings.compile_budget
         if allowed is None:
             allowed = SECONDS + (SHARE * (self.clock() - self._since) if by_clock() else 0.0)
+        likely = statistics.median(self._costs) if self._costs else min(FIRST_SECONDS, allowed) or FIRST_SECONDS
         return Balance(self._lost(), likely if by_clock() else 1.0, allowed, waits(settings))
 
     def decide(self, record: Record, settings: Settings, has_store: bool = False) -> Decision:
@@ -178,9 +179,11 @@ class Ledger:
         paid = sum(not each.lost() for each in made)
         return f"compiling lost {lost:.1f} s on {len(made)} tapes, {paid} of which have made up for it"
 
-    def _warn(self) -> None:
+    def _warn(self, likely: float) -> None:
+        costly = f"A compile is likely to take {likely:.1f} s, which is over the budget"
+        why = self._counted(self._lost()) if self._costs else costly
         warn_once(
-            f"{self._counted(self._lost())}. From now on, new structures and shapes run on the eager engine unless "
+            f"{why}. From now on, new structures and shapes run on the eager engine unless "
             "they repeat for long (bypass 'over_budget'). If lengths differ, pad to a few lengths or mark them "
             "(torch._dynamo.mark_dynamic). Put ca.disable() around backwards that never repeat. "
             "compile_budget=SECONDS sets how much time may be lost; float('inf') compiles everything.",
@@ -202,7 +205,7 @@ class Ledger:
         if decision.reason is OVER_BUDGET:
             self._left += 1
             if self._left == LEFT_UNSAID:
-                self._warn()
+                self._warn(decision.owes)
         if record.rent < record.owes and decision.reason is not None:
             self._rest(record, State.EAGER, decision.reason, 0 if record.living() else 1)
 
@@ -314,7 +317,7 @@ class Ledger:
         record.rent += times * (seconds if by_clock() else 1.0)
 
     def _try_again(self, record: Record) -> None:
-        if record.reason is not None and record.reason.kind == _NOT_WORTH_IT and record.living():
+        if record.reason is not None and record.reason.kind == NOT_WORTH_IT and record.living():
             self._begin_trial(record)
         else:
             self._change(record, State.COMPILED if record.living() else State.NEW, None)
@@ -348,27 +351,32 @@ class Ledger:
         if not by_clock():
             self._change(record, State.COMPILED, None)
             return
-        if record.turn % IN_A_ROW:
+        if not row_of(record.turn, ROWS)[1]:
             times.append(seconds)
         record.turn += 1
-        record.reason = TIMED if record.turn // IN_A_ROW % 2 else None
+        on_eager, row_ended = row_of(record.turn, ROWS)
+        record.reason = TIMED if on_eager else None
         enough = min(len(record.eager), len(record.compiled))
-        if enough < SAMPLES:
+        if enough < SAMPLES or not row_ended:
             return
-        eager, compiled = statistics.median(record.eager), statistics.median(record.compiled)
-        goes_on = "compiled" if compiled <= WORTH * eager else "eager"
-        self._use(record, Timing(1e3 * eager, 1e3 * compiled, enough, time.time(), goes_on))
-        self._tell(record)
+        (eager, error), (compiled, more) = log_mean(record.eager), log_mean(record.compiled)
+        difference = compiled - eager - math.log(WORTH)
+        if enough < MOST_SAMPLES and difference**2 < 4.0 * (error + more):  # less than two standard errors
+            return
+        goes_on = "compiled" if difference <= 0.0 else "eager"
+        took = [round(1e3 * math.exp(each), 6) for each in (eager, compiled)]
+        self._use(record, Timing(took[0], took[1], enough, time.time(), goes_on))
 
     def _use(self, record: Record, timing: Timing) -> None:
-        """Use the faster way."""
+        """Use the faster way, and tell it."""
         record.timing = timing
         if timing.on_eager:
             hint = f"{timing}; timed again from time to time"
-            self._rest(record, State.EAGER, Bypass(_NOT_WORTH_IT, hint=hint), REST)
+            self._rest(record, State.EAGER, Bypass(NOT_WORTH_IT, hint=hint), REST)
         else:
             record.rest.succeed()
             self._change(record, State.COMPILED, None)
+        self._tell(record)
 
     def _tell(self, record: Record) -> None:
         timing = record.timing
@@ -386,11 +394,6 @@ def waits(settings: Settings) -> bool:
     """Return whether steps wait for compiles. Under deterministic algorithms they do: else the clock would decide which
     step is the first compiled one."""
     return settings.on_miss == "compile" or not by_clock()
-
-
-def is_choice(reason: Bypass) -> bool:
-    """Return whether a record left a backward to eager because that is faster, or may be."""
-    return reason is TIMED or reason.kind == _NOT_WORTH_IT
 
 
 LEDGER = Ledger()

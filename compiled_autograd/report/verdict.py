@@ -56,7 +56,7 @@ class Worth(NamedTuple):
 
 
 def worth_of(variants: Sequence[Variant], events: Sequence[StepEvent], hits: int) -> Worth:
-    """Return what the hits of a session were worth: by the medians of trials, or by what eager was timed for.
+    """Return what the hits of a session were worth: by the means of trials, or by what eager was timed for.
 
     Args:
         hits: those of the session; the variants have those of all sessions.

@@ -81,7 +81,7 @@ def variant(entry: Summary) -> str:
 
 
 def timed(timing: Timing, now: float) -> str:
-    """Format a tuning trial: its time, its medians and the faster one."""
+    """Format a tuning trial: its time, its means and the faster one."""
     return f"{render.ago(timing.when, now)}: {timing}; {timing.winner} is used"
 
 

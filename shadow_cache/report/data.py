@@ -187,7 +187,7 @@ class Variant(msgspec.Struct, frozen=True):
     Attributes:
         title: the differences from the other variants.
         facts: names and values for people.
-        eager, compiled: medians in milliseconds of ``samples`` backwards each; None if not timed.
+        eager, compiled: geometric means in milliseconds of ``samples`` backwards each; None if not timed.
     """
 
     title: str

@@ -28,6 +28,7 @@ from compiled_autograd.engine.session import Session
 from compiled_autograd.guards.ambient import ambient
 from compiled_autograd.lowering import region_compiler
 from compiled_autograd.policies import ledger
+from shadow_cache import Bypass
 
 from .helpers import Squares, assert_grads, assert_same, expect, in_subprocess, in_threads, mlp
 
@@ -141,19 +142,22 @@ def test_what_is_compiled_in_another_state_than_it_is_for_is_given_up(monkeypatc
     x = torch.randn(4, 8)
     try:
         _step(session, model, reference, x)
-        torch.backends.mkldnn.enabled = False
+        torch.set_float32_matmul_precision("high")
         looked.set()
         backend.let.set()
         assert session.wait(60) and session.stats().compiles == 0
-        torch.backends.mkldnn.enabled = True
+        torch.set_float32_matmul_precision("highest")
         _step(session, model, reference, x)
-        assert session.last is not None and session.last.reasons[0].label == "settings_change(mkldnn)"
+        assert session.last is not None
+        reason = session.last.reasons[0]
+        assert isinstance(reason, Bypass)
+        assert reason.kind == "settings_change" and "matmul_precision" in reason.what
         _step(session, model, reference, x)
         assert session.wait(60)
         _step(session, model, reference, x)
     finally:
-        torch.backends.mkldnn.enabled = True
-    left = {"settings_change(mkldnn)": 1}
+        torch.set_float32_matmul_precision("highest")
+    left = {reason.label: 1}
     expect(session.stats(), structure_misses=1, shape_misses=1, hits=1, captures=1, compiles=1, bypasses=left)
 
 

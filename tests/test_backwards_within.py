@@ -18,15 +18,14 @@ import torch
 
 import compiled_autograd as ca
 from backends.garbage_collection import RARELY
-from compiled_autograd.cache import forms, graphs
+from compiled_autograd.cache import graphs
 from compiled_autograd.cache.graphs import GRAPHS
 from compiled_autograd.capture.capture import Capture
 from compiled_autograd.capture.unnamed import Unnamed
 from compiled_autograd.diagnostics.bypass import INSIDE_COMPILE
 from compiled_autograd.engine import execution, seam
 from compiled_autograd.engine import session as sessions
-from compiled_autograd.lowering import stored_regions
-from compiled_autograd.threads.compile_thread import COMPILER, why_not_compile
+from compiled_autograd.threads.compile_thread import why_not_compile
 from compiled_autograd.threads.gate import GATE, Gate, Turn
 from compiled_autograd.threads.leaf_writes import LEAF_WRITES
 from shadow_cache import Bypass
@@ -324,35 +323,6 @@ def _first_in_line(then: Callable[[], object]) -> None:
     finally:
         turn.token.release()
         GATE.leave(turn)
-
-
-@pytest.mark.parametrize("inside", ["a walk", "compiling", "writing"])
-def test_a_lock_of_few_lines_is_not_waited_for_where_its_thread_may_wait_for_us(
-    inside: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other thread has it, and waits for the end of what this one is in, in what Python runs in its midst."""
-    with ca.disable():
-        right = _step()
-
-    def work() -> None:
-        with ca.enable(backend="eager", cache_dir=False) as session:
-            assert same_bits(_step(), right)
-            with torch.autograd.set_detect_anomaly(True):
-                assert same_bits(_step(), right)
-        assert session.stats().backwards == 2
-
-    def within() -> None:
-        if inside == "a walk":
-            _first_in_line(work)
-        elif inside == "writing":
-            _writing(work)
-        else:
-            monkeypatch.setattr(COMPILER, "thread", threading.get_ident())
-            work()
-
-    with sessions._RECORDING, graphs._ADDING, stored_regions._WRITING, forms._MAKING:
-        in_threads(within, timeout=10)
-    _nothing_is_stuck()
 
 
 def test_what_was_left_to_eager_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from compiled_autograd.report import step_log
 from compiled_autograd.steps.run_context import RunReport
 from compiled_autograd.threads.leaf_writes import LEAF_WRITES
 
+from .both_walks import Both
 from .helpers import assert_same, in_threads, mlp, resident_pages, switching_every, total
 from .test_fast_path import _UNTIL_FAST, Asks, Make, _eager, _session, _step, _until_fast
 from .test_fast_path import hits as hits  # a fixture, as the next
@@ -123,6 +124,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> _Asked:
     for owner, name in ((arming, "_before_the_walk"), (arming, "_of_the_run"), (arming.ambient, "questions")):
         monkeypatch.setattr(owner, name, noted(getattr(owner, name)))
     monkeypatch.setattr(LEAF_WRITES, "none_needed", Asks())
+    monkeypatch.setattr(Both, "note", lambda *given: None)  # it keeps a list of writes
     for name in ("MAX_FIRST", "MAX_LAST"):  # what a session knows of its last steps is soon as much as it will be
         monkeypatch.setattr(step_log, name, 10)
     return found

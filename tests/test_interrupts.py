@@ -269,7 +269,7 @@ def test_an_interrupt_around_the_hooks_of_a_leaf(raises: bool) -> None:
             _nothing_is_stuck()
             if not interrupt.came:
                 break
-    assert count > 30 and called > 3
+    assert count > 20 and called > 2
 
 
 @pytest.mark.parametrize("inside", ["wrapper", "__torch_dispatch__"])
@@ -356,7 +356,7 @@ def test_an_interrupt_while_a_region_is_handed_to_the_background() -> None:
     program: Any = SimpleNamespace(region_compiler=SimpleNamespace(kind=lambda *_: (), backend=backend))
     for count in itertools.count():
         background, interrupt = CompileQueue(), _InterruptAt(count, files)
-        background._thread = threading.current_thread()  # which does not work
+        background._thread = SimpleNamespace(is_alive=lambda: True)  # type: ignore[assignment]
         step: Any = SimpleNamespace(inputs=[], fresh=[])
         sys.setprofile(interrupt)
         try:

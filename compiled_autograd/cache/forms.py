@@ -15,7 +15,6 @@ from ..ir import checkpoints, marked_hooks, nan_checks, reduced
 from ..process_state import free_in_child
 from ..runtime.program import CALLED
 from ..shadow_cache import Failure
-from ..threads.compile_thread import unless_inside
 from ..torch_api.checkpointing import frame_of
 from ..user_code.reducers import Groups, grouped
 from .variants import Handover
@@ -141,7 +140,7 @@ class Forms:
         form = self._without_reducer(state)
         if not groups:
             return form
-        with unless_inside(_MAKING):
+        with _MAKING:
             key = (*self._key(state), groups)
             if (found := self._reduced.get(key)) is not None:
                 return found
@@ -160,7 +159,7 @@ class Forms:
         key = hooks, checked, frames = self._key(state)
         if not checked and not hooks and all(number < 0 for number, _ in frames):
             return self._tape
-        with unless_inside(_MAKING):  # whoever asks twice gets the same nodes
+        with _MAKING:  # whoever asks twice gets the same nodes
             if (found := self._together.get(key)) is not None:
                 return found
             tape = marked_hooks.with_traced(self._tape, self._hooks, hooks) if hooks else self._tape

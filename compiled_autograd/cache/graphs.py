@@ -39,7 +39,6 @@ from ..shadow_cache import Key, Miss, ShadowGraph, Terminal, VariantKey
 from ..shadow_cache.safe_text import harmless, preformatted
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep
-from ..threads.compile_thread import unless_inside
 from ..torch_api import attributes
 from .forms import Forms
 from .stages import about, handed_on, readable
@@ -133,7 +132,7 @@ class CompiledGraph(WeaklyReferred):
 
     def add(self, settings: Settings, ambient: Ambient, handover: Handover) -> tuple[Variant, list[Miss]]:
         """A new variant, not yet compiled; and why none of those that are there serves."""
-        with unless_inside(_ADDING), RARELY:
+        with _ADDING, RARELY:
             key, before = self._nearest(settings, ambient, handover)
             specs: Mapping[fx.Node, Spec] = {}
             if before is None or settings.dynamic is False:

@@ -278,15 +278,9 @@ def _compile(job: Job) -> float:
     compiler, device, report = job.program.region_compiler, job.program.tape.cuda_device, job.report
     context = RunContext(report, left=lambda: job.until - time.perf_counter())
 
-    def make(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Made:
-        waited_for = job.owner is not None
-        made = (
-            compile_here(backend, graph_module, examples)
-            if waited_for
-            else compile_elsewhere(job.ambient_state, backend, graph_module, examples)
-        )
-        if job.owner is None:  # the step did not wait: it may have changed something
-            _check_state(job)
+    def compile_beside(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Made:
+        made = compile_elsewhere(job.ambient_state, backend, graph_module, examples)
+        _check_state(job)  # as it was lowered, or compiled here
         return made
 
     try:
@@ -303,7 +297,8 @@ def _compile(job: Job) -> float:
                         QUEUE.import_here(compiler.backend)
                 if context.left() <= 0.0:
                     raise OverBudgetError
-                compiler.compile_region(job.step, job.slots, context, make)
+                how = compile_beside if job.owner is None else compile_here
+                compiler.compile_region(job.step, job.slots, context, how)
     except _OtherStateError:
         pass
     except ProcessEndsError:

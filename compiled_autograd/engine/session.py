@@ -25,7 +25,6 @@ from ..report.summary import AT_EXIT, Summary
 from ..settings import Settings
 from ..shadow_cache import Bypass, Failure
 from ..shadow_cache.safe_text import preformatted
-from ..threads.compile_thread import unless_inside
 from .here import Here
 
 _EVERYWHERE: list[Session] = PROCESS.register([])
@@ -131,7 +130,7 @@ class Session:
     def stats(self) -> Stats:
         """A copy of the counts so far."""
         self.count_left()
-        with unless_inside(_RECORDING):
+        with _RECORDING:
             return self._stats.copy()
 
     @property
@@ -218,7 +217,7 @@ class Session:
 
     def _all(self) -> tuple[Stats, list[StepEvent], list[Hit], list[CompiledGraph]]:
         self.count_left()
-        with unless_inside(_RECORDING):
+        with _RECORDING:
             stats, events, latest = self._stats.copy(), self._steps.events(), self._latest()
             hits = hits_in(self.hit_times)
         graphs, last = self.graphs(), None if latest is None else latest.graph
@@ -261,7 +260,7 @@ class Session:
         if seconds is not None:
             first.timed = first.times = 1
             first.last = first.seconds = seconds
-        with unless_inside(_RECORDING):
+        with _RECORDING:
             while True:  # no condition ends a loop in here: Ctrl-C would find a way past the lock on 3.12 and 3.13
                 if self.left is None:  # no call after that: what ``gc`` runs may leave some too
                     self.left = first
@@ -270,14 +269,14 @@ class Session:
 
     def in_own_loop(self) -> None:
         """Count a bypass that the own loop runs."""
-        with unless_inside(_RECORDING):
+        with _RECORDING:
             self._stats.own_loop += 1
 
     def count_left(self) -> None:
         """Have those among the counts that :meth:`left_to_eager` was told of."""
         if self.left is None:
             return
-        with unless_inside(_RECORDING):
+        with _RECORDING:
             if (left := self.left) is None:
                 return
             last = {"run": left.last} if left.timed == left.count else {}
@@ -304,7 +303,7 @@ class Session:
         failed, kind = len(failures), outcome.outcome
         seconds = outcome.seconds.get("lower", 0.0) + outcome.seconds.get("compile", 0.0)
         label = outcome.reasons[0].label if kind == BYPASS and isinstance(outcome.reasons[0], Bypass) else ""
-        with unless_inside(_RECORDING):
+        with _RECORDING:
             stats = self._stats
             if label and label != TUNING:
                 stats.bypasses.setdefault(label, 0)
@@ -332,7 +331,7 @@ class Session:
         if not compiles and not outcome.reasons:
             self.hit_times = keep_hit(self.hit_times, stats.backwards, outcome.seconds)
             return
-        with unless_inside(_RECORDING):
+        with _RECORDING:
             self._steps.add(stats.backwards, kind, outcome.graph, outcome.reasons, outcome.seconds, compiles, loads)
         if compiles:
             count_repeats(self._missed, outcome.reasons)

@@ -19,7 +19,6 @@ from torch.fx.node import _get_qualified_name
 from ..backends.protocol import Backend, Compiled, another
 from ..process_state import PROCESS, WeaklyReferred, free_in_child
 from ..steps.steps import RegionRecord
-from ..threads.compile_thread import unless_inside
 from ..torch_api.fx_graph import Graph
 
 _WRITING = free_in_child(threading.RLock())  # milliseconds
@@ -31,7 +30,7 @@ class _Graph(Graph):
 
     def python_code(self, *how: Any, **named: Any) -> Any:
         """The graph as code of Python."""
-        with unless_inside(_WRITING):
+        with _WRITING:
             return super().python_code(*how, **named)
 
 

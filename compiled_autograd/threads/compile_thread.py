@@ -12,18 +12,13 @@ nothing needs the other half.
 
 from __future__ import annotations
 
-import contextlib
 from _thread import get_ident
 from dataclasses import dataclass
-from typing import Any
 
 from ..diagnostics.bypass import FORKED, INSIDE_COMPILE
 from ..process_state import PROCESS
 from ..shadow_cache import Bypass
 from .gate import GATE
-from .leaf_writes import LEAF_WRITES
-
-_NOTHING = contextlib.nullcontext()
 
 
 @dataclass(slots=True)
@@ -47,11 +42,3 @@ def why_not_capture() -> Bypass | None:
     if COMPILER.is_broken:
         return FORKED
     return INSIDE_COMPILE if COMPILER.thread == get_ident() else None
-
-
-def unless_inside(lock: Any) -> Any:
-    """Return a lock that guards a few lines; a null context inside a walk, a compile or a write of leaves. Another
-    thread may hold the lock and wait for the end of these, so waiting for it would be a deadlock. Two threads in those
-    lines are less harmful."""
-    inside = (GATE.line and GATE.stands_in_line()) or LEAF_WRITES.writes_here()
-    return _NOTHING if inside or COMPILER.thread == get_ident() else lock

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 _LAST_SECONDS, _BETWEEN = 60.0, 0.1
-"""Seconds that the process waits for the thread when it ends, and seconds between which a busy one is told to end."""
+"""Seconds that the process waits for the thread at its end, and seconds between two demands that the thread end."""
 
 
 class CompileQueue:
@@ -346,8 +346,8 @@ def _check_state(job: Job) -> None:
 
 
 def _use_threads(number: int) -> None:
-    """Use as many threads for operators as the thread that waits. PyTorch has a number for each thread, and one of the
-    process for new threads, which does not change here."""
+    """Use as many threads for operators as the thread that waits. PyTorch has a number for each thread, and
+    another one for new threads. The latter does not change here."""
     if torch.get_num_threads() == number:
         return
     asked: list[int] = []

@@ -21,8 +21,8 @@ from ..diagnostics.reporting import failure_of, logs_nodes
 from ..errors import CacheMissError, GradientMismatchError
 from ..guards.ambient import Ambient, ambient
 from ..ir import nan_checks
-from ..policies.decision import Action
-from ..policies.ledger import LEDGER, waits
+from ..policies.decision import Action, waits
+from ..policies.ledger import LEDGER
 from ..runtime.program import Program
 from ..runtime.running_backward import Ends, Running
 from ..settings import Settings

@@ -22,7 +22,7 @@ from ..cache.variants import Handover
 from ..diagnostics.progress import Wait
 from ..native.interface import Found, Module, Plan, Taken
 from ..native.library import Library
-from ..policies.ledger import waits
+from ..policies.decision import waits
 from ..process_state import PROCESS, WeaklyReferred
 from ..settings import Settings
 from ..shadow_cache import default_dir

@@ -13,6 +13,7 @@ import torch
 
 from ..cache.variants import Variant
 from ..diagnostics.bypass import COMPILING, NOT_YET, OVER_BUDGET
+from ..settings import Settings
 from ..shadow_cache import Bypass, Timing
 
 ASKING = 0.1
@@ -183,3 +184,9 @@ def next_action(record: Record, balance: Balance | None, has_store: bool = False
 def by_clock() -> bool:
     """Return whether seconds are those of the clock."""
     return not torch.are_deterministic_algorithms_enabled()
+
+
+def waits(settings: Settings) -> bool:
+    """Return whether steps wait for compiles. Under deterministic algorithms they do: else the clock would decide which
+    step is the first compiled one."""
+    return settings.on_miss == "compile" or not by_clock()

@@ -41,7 +41,7 @@ from ..process_state import PROCESS
 from ..settings import Settings
 from ..shadow_cache import Bypass, Miss, Timing
 from .clock import log_mean, row_of
-from .decision import Action, Balance, Decision, Record, State, by_clock, next_action
+from .decision import Action, Balance, Decision, Record, State, by_clock, next_action, waits
 
 FIRST_SECONDS = 2.0
 """Likely seconds of the first compile, which imports the backend. Later ones are likely to take as long as the latest
@@ -82,6 +82,7 @@ class Ledger:
         self.clock: Callable[[], float] = time.monotonic
         self.watched: dict[Hashable, Record] = {}
         self._records: dict[Hashable, Record] = {}
+        self._costly: dict[Record, None] = {}  # those that compiles were spent on: a few of thousands
         self._numbers: dict[Hashable, int] = {}
         self._next_number = itertools.count(1)
         self._costs: list[float] = []
@@ -93,6 +94,7 @@ class Ledger:
             record.reason = None  # threads may hold the record to skip backwards
         self.watched.clear()
         self._records.clear()
+        self._costly.clear()
         self._costs.clear()
         self._since = self.clock()
         self._forgotten = 0.0
@@ -125,6 +127,7 @@ class Ledger:
         oldest = next((each for each in records if not each.living()), records[0])
         for table in (self._records, self.watched):
             table.pop(oldest.key, None)
+        self._costly.pop(oldest, None)
         self._forgotten += oldest.lost()
 
     @property
@@ -162,8 +165,7 @@ class Ledger:
         return next_action(record, self.balance(settings), has_store)
 
     def closing(self, settings: Settings) -> Miss | None:
-        """Return a record for the store if this compile has spent the budget of a session with these settings. There is
-        one for each process."""
+        """Return a record for the store if this compile has spent the budget; one for each process."""
         if self._has_closed or not (balance := self.balance(settings)).is_over:
             return None
         self._has_closed = True
@@ -172,12 +174,11 @@ class Ledger:
         return Miss("over_budget", "the next new structure", allowed, new, self._counted(balance.lost))
 
     def _lost(self) -> float:
-        return self._forgotten + sum(each.lost() for each in [*self._records.values()])
+        return self._forgotten + sum(each.lost() for each in [*self._costly])
 
     def _counted(self, lost: float) -> str:
-        made = [each for each in [*self._records.values()] if each.spent]
-        paid = sum(not each.lost() for each in made)
-        return f"compiling lost {lost:.1f} s on {len(made)} tapes, {paid} of which have made up for it"
+        paid = sum(not each.lost() for each in [*self._costly])
+        return f"compiling lost {lost:.1f} s on {len(self._costly)} tapes, {paid} of which have made up for it"
 
     def _warn(self, likely: float) -> None:
         costly = f"A compile is likely to take {likely:.1f} s, which is over the budget"
@@ -260,7 +261,7 @@ class Ledger:
 
     def spent_more(self, record: Record, seconds: float) -> None:
         """Seconds were spent on a load, a proof, or a search in the store."""
-        record.spent += seconds if by_clock() else 0.0
+        self._costs_more(record, seconds if by_clock() else 0.0)
 
     def refused(self, record: Record, reason: Bypass, is_costly: bool = False) -> None:
         """The tape could not be captured, or not be checked. After a costly try it rests for :data:`REST` backwards."""
@@ -331,9 +332,14 @@ class Ledger:
 
     def _spend(self, record: Record, seconds: float) -> None:
         cost = seconds if by_clock() else 1.0
-        record.spent += cost
+        self._costs_more(record, cost)
         self._costs.append(cost)
         del self._costs[:-_LATEST]
+
+    def _costs_more(self, record: Record, cost: float) -> None:
+        record.spent += cost
+        if cost:
+            self._costly[record] = None
 
     def _serves(self, record: Record, variant: Variant, settings: Settings) -> None:
         """There is code now."""
@@ -388,12 +394,6 @@ class Ledger:
                 variant.store_timing(timing)
         if living:
             tell_decision(functools.partial(title, living[-1].program.tape), timing)
-
-
-def waits(settings: Settings) -> bool:
-    """Return whether steps wait for compiles. Under deterministic algorithms they do: else the clock would decide which
-    step is the first compiled one."""
-    return settings.on_miss == "compile" or not by_clock()
 
 
 LEDGER = Ledger()

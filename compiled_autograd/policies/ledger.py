@@ -116,19 +116,19 @@ class Ledger:
         record = self._records.get(key)
         if record is None:
             self.has_other_keys |= isinstance(key, tuple)
-            while len(self._records) >= _MAX_RECORDS:
-                self._forget_one()
+            if len(self._records) >= _MAX_RECORDS:
+                self._forget_some()
             record = self._records[key] = Record(key)
         return record
 
-    def _forget_one(self) -> None:
-        """Forget the oldest record without code; if there is none, the oldest."""
-        records = [*self._records.values()]
-        oldest = next((each for each in records if not each.living()), records[0])
-        for table in (self._records, self.watched):
-            table.pop(oldest.key, None)
-        self._costly.pop(oldest, None)
-        self._forgotten += oldest.lost()
+    def _forget_some(self) -> None:
+        """Forget the oldest records without code; if there are none, the oldest."""
+        records = sorted([*self._records.values()], key=lambda each: bool(each.living()))
+        for oldest in records[: max(1, _MAX_RECORDS // 16)]:
+            for table in (self._records, self.watched):
+                table.pop(oldest.key, None)
+            self._costly.pop(oldest, None)
+            self._forgotten += oldest.lost()
 
     @property
     def has_several_numbers(self) -> bool:

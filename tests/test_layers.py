@@ -121,7 +121,7 @@ def test_what_is_too_large_is_found(tmp_path: Path) -> None:
     ]
 
 
-_IN_STEPS = ("cache", "capture", "diagnostics", "engine", "native", "proving", "runtime")
+_IN_STEPS = ("cache", "capture", "diagnostics", "engine", "native", "proving", "reproduction", "runtime")
 """Rooms whose code runs in the thread of a step, where Python calls handlers of signals. Compiling has its own thread,
 and tools tell their users each error."""
 _MAY_SWALLOW_ALL = {

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..errors import ReproductionError
 from ..lowering.trace_cache import last_of, nodes_after
 from ..lowering.tracing import trace
@@ -97,6 +98,7 @@ def recorded(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Fu
         }
         return _function(graph_module, operators, places, results, made), results
     except Exception as error:
+        raise_what_a_handler_raised(error)
         raise NotRecordedError(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}") from error
 
 

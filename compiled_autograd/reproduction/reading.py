@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from .. import ir
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..errors import IllegalGraphError, ReproductionError
 from ..steps.memory import in_own_memory
 from .functions import arguments_of, flattened, function_of
@@ -158,6 +159,7 @@ def given_to(record: Record, stored: dict[int, bytes], seed: int = 0) -> tuple[l
     try:
         made = tensors(record.tensors, seed, stored if record.real else None)
     except Exception as error:  # any error of PyTorch: a dtype without kernels, a missing device
+        raise_what_a_handler_raised(error)
         raise ReproductionError(f"its tensors cannot be made here ({type(error).__name__}: {error})") from error
     return made, [decoded(each, _none) for each in record.scalars]
 

@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import ir
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..errors import ReproductionError
 from ..lowering.fake_tensors import made_fake
 from ..steps.memory import extent
@@ -56,7 +57,8 @@ def _record(tensor: torch.Tensor, storages: Mapping[int, tuple[int, int]], own: 
         offset = int(tensor.storage_offset()) - start // _ALIGNED * _ALIGNED // tensor.itemsize
     try:
         known = _known(tensor)
-    except Exception:  # noqa: BLE001  no kernel for the dtype, or out of memory: the values stay unknown
+    except Exception as error:  # noqa: BLE001  no kernel for the dtype, or out of memory: the values stay unknown
+        raise_what_a_handler_raised(error)
         known = {}
     is_view = isinstance(tensor._base, torch.nn.Parameter)
     parameter = "itself" if isinstance(tensor, torch.nn.Parameter) else "view" if is_view else ""

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from .. import ir
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..process_state import PROCESS
 from .files import write_file
 from .recording import Kinds, Sample, record_of
@@ -109,6 +110,7 @@ def keep(
         path = Path(tempfile.mkdtemp(prefix="compiled-autograd-")) / "reproduction.zip"
         write(path, tape, given, about=about, values=values, known=known)
     except Exception as error:  # noqa: BLE001  the mismatch is reported without a reproduction
+        raise_what_a_handler_raised(error)
         _log.debug("no reproduction", exc_info=True)
         return Kept(None, f"a reproduction could not be written ({error})")
     return Kept(str(path), f"{path} is a reproduction")

@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 import compiled_autograd as ca
 from compiled_autograd.compiling.queue import QUEUE
+from compiled_autograd.lowering.region_compiler import RegionCompiler
 from compiled_autograd.threads.compile_thread import COMPILER
 
 from .helpers import in_subprocess, in_threads, same_bits
@@ -276,3 +278,33 @@ def test_code_inside_a_compile_does_not_wait_for_it() -> None:
     with session:
         _grad(torch.randn(8, requires_grad=True))
     assert found == [False] and session.wait(0)
+
+
+def test_steps_that_wait_for_a_load_are_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(8, requires_grad=True)
+    right = _grad(x)
+    with ca.enable(backend="eager", cache_dir=tmp_path, on_miss="compile"):
+        _grad(x)
+    ca.reset()
+    load, begun = RegionCompiler.load, threading.Event()
+
+    def slowly(self: RegionCompiler, *given: Any) -> bool:
+        begun.set()
+        time.sleep(0.5)  # until the others wait for it
+        return load(self, *given)
+
+    monkeypatch.setattr(RegionCompiler, "load", slowly)
+    session = ca.enable(backend="eager", cache_dir=tmp_path, on_miss="compile")
+
+    def first() -> None:
+        with session:
+            assert same_bits(_grad(x), right)
+
+    def later() -> None:
+        assert begun.wait(60)
+        first()
+
+    in_threads(first, later, later)
+    stats = session.stats()
+    left = stats.bypasses.get("other_thread_in_backward", 0)
+    assert stats.hits + left == 3 and stats.hits and not stats.compiles, stats

@@ -275,6 +275,8 @@ class Program:
                     self.region_compiler.finished.append(job.report)
             raise
         if not is_owner:
+            if job.report.loads and not job.report.compiles:  # a hit, as for the owner
+                context.report.misses.remove(waited)
             return
         context.report.misses.clear()
         context.report.join(job.report)

@@ -44,7 +44,6 @@ from .worker_process import WORKER, ProcessEndsError, compile_elsewhere
 
 _log = logging.getLogger(__name__)
 
-
 _LAST_SECONDS, _BETWEEN = 60.0, 0.1
 """Seconds that the process waits for the thread at its end, and seconds between two demands that the thread end."""
 
@@ -205,11 +204,10 @@ class CompileQueue:
                 with _yielding():
                     seconds = task.context.run(_compile, task)
             elif isinstance(task, Import):
-                self.import_here(task.backend)
-        except Exception as error:
-            if isinstance(task, Job):
-                raise
-            task.error = error
+                try:
+                    self.import_here(task.backend)
+                except Exception as error:  # noqa: BLE001  whoever waits raises it
+                    task.error = error
         finally:
             try:
                 if isinstance(task, Job) and task.ended is not None:

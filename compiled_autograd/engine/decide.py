@@ -111,12 +111,12 @@ def _must_be_a_hit(call: Call, settings: Settings) -> Bypass | None:
         return None  # what refused this walk refuses the next one
     graph, ambient_state = given.graph, given.graph.state(given.handover, settings)
     variant, other = find_variant(settings, graph, ambient_state, given.handover)
-    missing = [] if variant is None else variant.missing()
-    if missing:
+    if variant is not None:
+        missing = variant.missing()
+        if not missing:
+            return None
         miss = Miss("guard", f"{len(missing)} regions", hint="they are not compiled yet")
         raise CacheMissError([with_title(miss, graph.tape)])
-    if variant is not None:
-        return None
     misses = [] if given.miss is None else [given.miss]
     new = bool(misses) or not graph.variants  # to this process: then the store knows more
     explained = graph.explain(settings, ambient_state, given.handover)

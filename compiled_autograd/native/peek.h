@@ -7,8 +7,8 @@
 namespace native {
 
 // (outputs, inputs, number) -> a hash of the number that the settings have in the ledger, of the number of inputs, and
-// of the classes and the numbers of edges of the tape's first nodes: at most 64, level by level. None if an output is no
-// tensor.
+// of the classes and the numbers of edges of the tape's first nodes: at most 64, level by level. None if an output is
+// no tensor.
 PyObject* peek(PyObject*, PyObject* arguments);
 
 // The same hash in C++. Throws Refused.

@@ -20,6 +20,7 @@ from torch import nn
 import compiled_autograd as ca
 from compiled_autograd.cache.graphs import CompiledGraph
 from compiled_autograd.policies import ledger
+from compiled_autograd.threads.gate import GATE
 
 MakeLoss = Callable[[Any], Any]
 ROOT = Path(__file__).resolve().parent.parent
@@ -258,6 +259,28 @@ def both(make: Callable[[], tuple[Any, Sequence[Any]]], backend: Any = "eager", 
             found = run()
         assert_same(found, wanted)
     return session.stats()
+
+
+@contextmanager
+def another_walks() -> Iterator[None]:
+    """Another thread has the seam, until the end of the block."""
+    has_it, may_go = threading.Event(), threading.Event()
+
+    def walk() -> None:
+        GATE.line.append(threading.get_ident())
+        with GATE.lock:
+            has_it.set()
+            may_go.wait(WAIT)
+            GATE.line.remove(threading.get_ident())
+
+    thread = threading.Thread(target=walk, daemon=True)
+    thread.start()
+    try:
+        assert has_it.wait(WAIT)
+        yield
+    finally:
+        may_go.set()
+        thread.join(WAIT)
 
 
 def in_threads(*works: Callable[[], Any], timeout: float = WAIT) -> list[Any]:

@@ -17,7 +17,7 @@ import compiled_autograd as ca
 from compiled_autograd.diagnostics import bypass
 from compiled_autograd.cache import graphs
 from compiled_autograd.engine import session as sessions
-from compiled_autograd.threads.gate import GATE, Turn
+from compiled_autograd.threads.gate import GATE
 from shadow_cache import compile_counter
 from backends.inductor import kernels
 
@@ -130,11 +130,10 @@ for lock in (kernels.LOADING, compile_counter._lock):
     thread.join()
 
 def walk():
-    turn = Turn()
-    assert GATE.enter_capture(turn) is None
-    held.set()
-    done.wait()
-    turn.token.release()
+    with GATE.lock:
+        assert GATE.why_not_walk() is None
+        held.set()
+        done.wait()
 
 held.clear(), done.clear()
 threading.Thread(target=walk).start()

@@ -346,7 +346,7 @@ def test_an_interrupt_in_what_runs_before_a_fork() -> None:
         _nothing_is_stuck()
         if not interrupt.came:
             break
-    assert count > 4
+    assert count > 1
 
 
 def test_an_interrupt_while_a_region_is_handed_to_the_background() -> None:

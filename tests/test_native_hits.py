@@ -19,10 +19,9 @@ from compiled_autograd.capture.capture import Capture
 from compiled_autograd.engine import backward, seam
 from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.settings import resolve
-from compiled_autograd.threads.gate import GATE, Turn
 
 from .both_walks import Both, library_of, native_plans, walked  # noqa: F401 (a fixture)
-from .helpers import assert_same, expect, mlp
+from .helpers import another_walks, assert_same, expect, mlp
 
 LEARNT_AFTER = 3
 """Backwards until a tape is known: it is captured, met again, and learnt."""
@@ -635,28 +634,11 @@ def test_no_tape_is_walked_in_cpp_while_another_thread_has_the_seam(native: Nati
     session = walked()
     _steps(session, lambda step: (leaf * 2).sum(), [leaf], range(LEARNT_AFTER + 2 if learnt else LEARNT_AFTER - 1))
     hits, learnt_before = native.hits, [*native._learnt]
-    has_it, lets_go = threading.Event(), threading.Event()
-
-    def captures() -> None:
-        turn = Turn()
-        try:
-            assert GATE.enter_capture(turn) is None
-            has_it.set()
-            assert lets_go.wait(20)
-        finally:
-            turn.over = True
-            turn.token.release()
-            GATE.leave(turn)
-
-    others = threading.Thread(target=captures)
-    others.start()
-    assert has_it.wait(20)
     ours = threading.Thread(target=_steps, args=(session, lambda step: (leaf * 2).sum(), [leaf], range(1)))
-    ours.start()
-    ours.join(0.2)
-    assert ours.is_alive() and native.hits == hits and native._learnt == learnt_before
-    lets_go.set()
-    for each in (others, ours):
-        each.join(20)
+    with another_walks():
+        ours.start()
+        ours.join(0.2)
+        assert ours.is_alive() and native.hits == hits and native._learnt == learnt_before
+    ours.join(20)
     assert leaf.grad is not None and leaf.grad.tolist() == [[2.0] * 3] * 4
     assert native.hits == hits, "the engine walked for it"

@@ -201,7 +201,7 @@ def test_while_a_thread_is_in_the_eager_engine_its_nodes_write(monkeypatch: pyte
     assert {id(each) for each in nodes} == {id(leaf), id(bare)}
     assert torch.equal(leaf.grad, torch.full((4,), 5.0 + (not fresh)))  # type: ignore[arg-type]
     assert torch.equal(bare.grad, torch.full((4,), 2.0 + (not fresh)))  # type: ignore[arg-type]
-    assert not leaf.grad._is_view() and not GATE.idents and not GATE.in_eager  # type: ignore[union-attr]
+    assert not leaf.grad._is_view() and not GATE.idents and not GATE.in_call  # type: ignore[union-attr]
     expect(session.stats(), structure_misses=1)
 
 

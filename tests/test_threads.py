@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from typing import Any
@@ -12,12 +13,23 @@ import torch
 from torch import nn
 
 import compiled_autograd as ca
-from compiled_autograd.engine import seam
 from compiled_autograd.engine import session as sessions
-from compiled_autograd.threads.gate import GATE, Turn, threads_running
+from compiled_autograd.threads.gate import GATE, threads_running
 from shadow_cache import Bypass
 
-from .helpers import WAIT, Squares, Waits, assert_grads, assert_same, expect, in_subprocess, in_threads, mlp, total
+from .helpers import (
+    WAIT,
+    Squares,
+    Waits,
+    another_walks,
+    assert_grads,
+    assert_same,
+    expect,
+    in_subprocess,
+    in_threads,
+    mlp,
+    total,
+)
 
 
 def _square(x: torch.Tensor) -> torch.Tensor:
@@ -59,10 +71,12 @@ def test_one_session_entered_by_several_threads_counts_for_all() -> None:
     assert stats.structure_misses == 1 and set(stats.bypasses) <= {"other_thread_in_backward"}
 
 
-def test_another_thread_in_eager_backward_is_a_reason_to_bypass() -> None:
+@pytest.mark.parametrize("on_unsupported", ["eager", "raise"])
+def test_another_thread_in_eager_backward_is_a_reason_to_bypass(on_unsupported: str) -> None:
+    """With ``raise`` too: the tape itself could be captured."""
     entered, leave = threading.Event(), threading.Event()
     other = torch.randn(3, requires_grad=True)
-    session = ca.enable(backend="eager")
+    session = ca.enable(backend="eager", on_unsupported=on_unsupported)
     with session:  # so that the other thread's backward is seen
         pass
     thread = threading.Thread(target=lambda: Waits.apply(other, entered, leave).sum().backward(), daemon=True)
@@ -197,6 +211,35 @@ def test_stress_of_eight_threads() -> None:
     assert GATE.idle()
 
 
+def test_a_first_enable_inside_a_hook_does_not_leave_its_thread_on_eager() -> None:
+    code = """
+import torch, compiled_autograd as ca
+found = []
+
+def backward(x, within=None):
+    y = x * 2
+    if within:
+        y.register_hook(within)
+    (y * y).sum().backward()
+    assert torch.equal(x.grad, 8 * x.detach())
+
+def within(grad):
+    found.append(ca.enable(backend="eager", on_unsupported="raise"))
+
+def fresh():
+    return torch.ones(3, requires_grad=True)
+
+backward(fresh(), within)
+with found[0]:
+    backward(fresh())
+    backward(fresh())
+stats = found[0].stats()
+print(stats.structure_misses, stats.hits, stats.bypasses)
+"""
+    ended = in_subprocess(code)
+    assert ended.stdout.strip() == "1 1 {}", ended.stderr
+
+
 def test_two_threads_compile_the_same_structure_once() -> None:
     start = threading.Barrier(2)
     compiled: list[int] = []
@@ -222,17 +265,8 @@ def test_two_threads_compile_the_same_structure_once() -> None:
     assert stats.structure_misses <= 1
 
 
-def _of_nobody() -> Turn:
-    """Of a thread that is none, first in the line."""
-    turn = Turn()
-    turn.thread = 0
-    GATE.line.append(turn)
-    return turn
-
-
 def test_a_thread_that_enters_the_eager_engine_waits_for_one_that_captures() -> None:
     """And is not counted as one that is there meanwhile, also after Ctrl-C."""
-    turn = _of_nobody()
     entered, waits = threading.Event(), threading.Event()
     x = torch.randn(3, requires_grad=True)
     ca.enable(backend="eager")  # so that the gate is there
@@ -243,28 +277,21 @@ def test_a_thread_that_enters_the_eager_engine_waits_for_one_that_captures() -> 
         entered.set()
 
     thread = threading.Thread(target=backward, daemon=True)
-    thread.start()
-    try:
+    with another_walks():
+        thread.start()
         assert waits.wait(WAIT) and not entered.wait(0.2)
         assert GATE.idents == [] and not GATE.others_in_eager()
-    finally:
-        turn.token.release()
     assert entered.wait(WAIT)
     thread.join(WAIT)
     assert x.grad is not None and torch.equal(x.grad, 2 * x.detach()) and GATE.idle()
 
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    turn = _of_nobody()
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(GATE, "_wait", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                _square(x).backward()
+    with another_walks():
+        alarm = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        alarm.start()
+        with pytest.raises(KeyboardInterrupt):
+            _square(x).backward()
         assert GATE.idents == []
-    finally:
-        turn.token.release()
+    alarm.join(WAIT)
     assert GATE.idle()
 
 
@@ -298,42 +325,6 @@ def test_an_interrupt_while_stats_are_counted_loses_none(monkeypatch: pytest.Mon
         with pytest.raises(KeyboardInterrupt):
             session.stats()
     expect(session.stats(), bypasses={"over_budget": 2})
-
-
-def test_who_waited_for_a_walk_does_not_leave_the_next_one_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for the token has it locked for as long as it takes until Python lets that thread run: the thread that
-    walked before does not take it for its own, and walk with the seam set while nobody can see that."""
-    tokens: list[Any] = []
-    seen: list[bool] = []
-    has_it, may_go = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        tokens[0].acquire()
-        has_it.set()
-        may_go.wait(WAIT)
-        tokens[0].release()
-
-    def walks(call: Any, allow_unreachable: bool) -> Any:
-        assert len(GATE.line) == 1 and GATE.line[0].stands()
-        if not tokens:
-            tokens.append(GATE.line[0].token)
-            waiting.start()
-        else:
-            may_go.set()
-            waiting.join(WAIT)
-            seen.append(GATE.is_free(0))  # asked by any other thread
-        return original(call, allow_unreachable)
-
-    waiting = threading.Thread(target=wait, daemon=True)
-    original = seam.run_backward
-    monkeypatch.setattr(seam, "run_backward", walks)
-    for _ in range(2):
-        x = torch.randn(3, requires_grad=True)
-        with ca.enable(backend="eager", tune=False) as session:
-            _square(x).backward()
-        assert x.grad is not None and torch.equal(x.grad, 2 * x.detach())
-        assert has_it.wait(WAIT)
-    assert seen == [False] and session.stats().bypasses == {} and GATE.idle()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")

@@ -83,7 +83,7 @@ def is_policy(reason: Bypass) -> bool:
 def _cannot_be_captured(call: Call, settings: Settings) -> Bypass | None:
     if not settings.may_compile:
         return TURNED_OFF if settings.turned_off else UNTESTED_TORCH
-    if GATE.stands_in_line():  # Python runs it in the midst of a walk, or of waiting for one: see why_not_compile
+    if GATE.has_seam():  # Python runs it in the midst of a walk: see why_not_compile
         return INSIDE_COMPILE
     return before_capture(call.create_graph, call.grads, depth())
 

@@ -80,7 +80,7 @@ def on_eager(
         idents.append(me)
         here.running, run = None, _run_backward
         if LEAF_WRITES.writing or GATE.line:
-            GATE.enter_again(me)
+            GATE.enter_eager(me)
             run = out_of_walk(run)
         return run(
             Variable._execution_engine,

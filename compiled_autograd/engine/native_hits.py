@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from _thread import get_ident
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -224,7 +223,7 @@ def others_walk() -> bool:
     """Return whether the engine walks a tape for another thread. During a capture, nodes below an edge have symbols for
     sizes (``SwapSavedVariables::before``, ``torch/csrc/dynamo/compiled_autograd.h``, 2.13). Leaves' nodes are among
     them, and tapes of other threads have them too."""
-    return bool(GATE.line) and not GATE.is_free(get_ident())
+    return GATE.others_in_line()
 
 
 def _is_what_was_given(found: Found, given: Handover) -> bool:

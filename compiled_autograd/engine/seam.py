@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ from ..process_state import PROCESS
 from ..settings import Settings
 from ..shadow_cache import Miss
 from ..threads.compile_thread import why_not_capture
-from ..threads.gate import GATE, Token, Turn, take
+from ..threads.gate import GATE
 from ..threads.others import clear_cache, set_autograd_compiler
 from ..torch_api.op_registry import captures_of_others, others_are_on
 from ..user_code.functions import forget_numbers
@@ -74,9 +75,10 @@ class _Walk:
     """State of one walk of the engine over a tape, for the functions that the engine calls.
 
     Attributes:
-        turn: the place at the gate, while the engine walks; left earlier if the tape runs inside the engine's call.
         run_inside: runs a tape that must run before the engine returns; None only looks.
-        inside: the token at the gate during such a run.
+        held: not empty while this walk has the gate's lock. Not while a tape runs inside the engine's call.
+        in_line: whether the thread is in the gate's line for this walk.
+        inside: whether the tape runs, or has run, inside the engine's call.
         tape: the tape of ``miss``.
         aside: hooks of DDP's reducer, until they are put back.
         asks_store: the start of the report of a tape that is only captured to search the store.
@@ -85,13 +87,14 @@ class _Walk:
     call: Call
     settings: Settings
     run_inside: RunInside | None
-    turn: Turn = field(default_factory=Turn)
+    held: list[bool] = field(default_factory=list)
+    in_line: bool = False
+    inside: bool = False
     capture: Capture | None = None
     report: ExitStack = field(default_factory=ExitStack)
     miss: Miss | None = None
     tape: ir.TapeGraph | None = None
     given: HandedOver | RanInside | None = None
-    inside: Token | None = None
     asks_store: float | None = None
     aside: object | None = None
 
@@ -137,14 +140,10 @@ def forget() -> None:
     impossible: the cache is dropped before the next walk.
     """
     KEPT.must_forget = True
-    turn = Turn()
-    try:
-        if GATE.enter_alone(turn):
+    inside = GATE.has_seam()
+    with GATE.lock:
+        if not inside and not GATE.in_call:
             _forget()
-    finally:
-        turn.over = True  # no call before the release: see the gate
-        turn.token.release()
-        GATE.leave(turn)
 
 
 def _forget() -> None:
@@ -185,9 +184,12 @@ def _asked(call: Call, settings: Settings, run_inside: RunInside | None) -> Hand
     outer = _thread.walk
     if RARELY.entered and outer is None and not depth():
         RARELY.leave_all()
-    walk = _Walk(call, settings, run_inside)
+    walk, me = _Walk(call, settings, run_inside), get_ident()
     try:
-        reason = GATE.enter_capture(walk.turn)
+        walk.in_line = True
+        GATE.line.append(me)
+        walk.held.extend(map(GATE.lock.acquire, (True,)))  # in one call of C: see the gate
+        reason = GATE.why_not_walk()
         if reason is not None:
             return Refused(reason)
         _thread.walk = walk
@@ -199,7 +201,7 @@ def _asked(call: Call, settings: Settings, run_inside: RunInside | None) -> Hand
         return Refused(refused.reason, walk.told(), refused.mistake)
     except Exception as error:
         raise_what_a_handler_raised(error)
-        if walk.inside is not None:  # inside the engine's call, an error is the user's own
+        if walk.inside:  # inside the engine's call, an error is the user's own
             raise
         if walk.capture is None or not walk.capture.reporting:
             reason = refused_by_engine(error, of_inputs=bool(call.inputs))
@@ -213,17 +215,18 @@ def _asked(call: Call, settings: Settings, run_inside: RunInside | None) -> Hand
     finally:
         _thread.walk = outer
         try:
-            if not walk.turn.over:
-                walk.turn.over = True
-                walk.turn.token.release()
-                GATE.leave(walk.turn)
+            if walk.held:
+                GATE.lock.release()
         finally:
-            if walk.inside is not None:
-                walk.inside.release()
-                GATE.forget(walk.inside)
-            walk.end_report()
-            if walk.capture is not None and walk.capture.reporting:
-                walk.capture.spoil()
+            try:
+                if walk.in_line:
+                    GATE.line.remove(me)
+            finally:
+                if walk.inside:
+                    GATE.in_call.remove(me)
+                walk.end_report()
+                if walk.capture is not None and walk.capture.reporting:
+                    walk.capture.spoil()
     return Refused(TORCH_COMPILED_AUTOGRAD, walk.told()) if walk.given is None else walk.given
 
 
@@ -252,7 +255,7 @@ def _have_it_walk(walk: _Walk) -> None:
             finally:
                 torch._C._set_multithreading_enabled(multithreading)
     finally:
-        if prior and not walk.turn.over:
+        if prior and walk.held:
             set_autograd_compiler(*prior[0])
 
 
@@ -261,11 +264,13 @@ def _run_inside(walk: _Walk, run: RunInside, handed: HandedOver) -> list[Any]:
     walk.end_report()
     set_autograd_compiler(None, False)
     _thread.walk = None
-    walk.inside = take()
-    GATE.change_to_eager(walk.inside)
-    walk.turn.over = True  # no call: nothing comes between this and the release
-    walk.turn.token.release()
-    GATE.leave(walk.turn)
+    me = get_ident()
+    walk.inside = True  # nothing comes between this and the call below it, nor in the next two pairs
+    GATE.in_call.append(me)
+    walk.in_line = False
+    GATE.line.remove(me)
+    walk.held = []
+    GATE.lock.release()
     walk.given = RanInside(run(handed))
     return list(walk.given.results)
 

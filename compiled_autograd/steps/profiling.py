@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.profiler import record_function
 
 from .. import ir
-from ..threads.gate import GATE, take
+from ..threads.gate import GATE
 
 _MAX_SHOWN = 4
 
@@ -68,9 +69,10 @@ class Profile:
         for node in of_root:
             run(node)  # the engine makes no event for a root
         value, leaf, start = self._chain(nodes[len(of_root) :], run)
-        token = take()
+        me = get_ident()
         try:
-            GATE.enter_eager(token)
+            GATE.idents.append(me)
+            GATE.enter_eager(me)
             _ImperativeEngine.run_backward(
                 Variable._execution_engine,
                 (value,),
@@ -82,8 +84,7 @@ class Profile:
                 accumulate_grad=False,
             )
         finally:
-            token.release()
-            GATE.forget(token)
+            GATE.idents.remove(me)
 
     def _chain(self, nodes: Sequence[fx.Node], run: Callable[[fx.Node], None]) -> tuple[torch.Tensor, ...]:
         groups = [(call, list(group)) for call, group in itertools.groupby(nodes, lambda node: node.meta["call"])]

@@ -1,7 +1,7 @@
 """Decides whether a thread may have code compiled now.
 
 One thread of the process lowers and compiles (:mod:`compiled_autograd.compiling.queue`). Code that Python runs inside
-it compiles nothing, for it would wait for itself. Nor does code that runs inside a wait for the engine's seam, for
+it compiles nothing, for it would wait for itself. Nor does code that runs while its thread has the engine's seam, for
 which the compiling thread waits too (:data:`bypass.INSIDE_COMPILE`).
 
 In a forked child only the thread that forked exists. If another one was compiling, Inductor, fake tensors and imports
@@ -34,7 +34,7 @@ COMPILER = PROCESS.register(_Compiler())
 
 def why_not_compile() -> Bypass | None:
     """Return why this thread may compile nothing now; None if it may."""
-    return INSIDE_COMPILE if GATE.stands_in_line() else why_not_capture()
+    return INSIDE_COMPILE if GATE.has_seam() else why_not_capture()
 
 
 def why_not_capture() -> Bypass | None:

@@ -4,9 +4,8 @@ Compiled backwards write their leaves one after the other, under one lock. While
 they give to the engine's node of each leaf instead, which has a lock of its own (``AccumulateGrad::apply``,
 ``torch/csrc/autograd/functions/accumulate_grad.cpp``, 2.13).
 
-The lock is reentrant: ``gc``, a ``__del__`` or a handler of a signal may run a backward inside a write. It is acquired
-inside a ``try``, by a call of C that also notes it, and released by the first call of C in the ``finally``, so that
-Ctrl-C does not leave it locked (:mod:`gate` says where it can arrive).
+The lock is reentrant: ``gc``, a ``__del__`` or a handler of a signal may run a backward inside a write. :mod:`gate`
+says where Ctrl-C can arrive.
 """
 
 from __future__ import annotations
@@ -35,25 +34,21 @@ class LeafWrites:
 
         No thread runs between the checks, or before the return: no function is called.
         """
-        return not self.writing and not GATE.idents and not GATE.in_eager
+        return not self.writing and not GATE.idents and not GATE.in_call
 
     def in_turn(self, write: Callable[[], None], beside_eager: bool = False) -> bool:
         """Write leaves while no other thread does. Return False, and write nothing, if another thread is in the eager
         engine or gives to nodes, unless ``beside_eager``."""
-        me, lock, held = get_ident(), self._lock, list[bool]()
+        me = get_ident()
         try:
             self.writing.append(me)
-            held.extend(map(lock.acquire, (True,)))
-            if not beside_eager and (GATE.others_in_eager() or any(each != me for each in [*self._through_nodes])):
-                return False
-            write()
-            return True
+            with self._lock:
+                if not beside_eager and (GATE.others_in_eager() or any(each != me for each in [*self._through_nodes])):
+                    return False
+                write()
+                return True
         finally:
-            try:
-                if held:
-                    lock.release()
-            finally:
-                self.writing.remove(me)
+            self.writing.remove(me)
 
     def through_nodes(self, write: Callable[[], None]) -> None:
         """Give to the nodes of leaves. Other threads do so too meanwhile."""
@@ -68,13 +63,10 @@ class LeafWrites:
     def wait_for_writers(self) -> None:
         """Wait for a write that began before the calling thread was counted as one that gives to nodes, or as one in
         the eager engine: later ones see it."""
-        lock, held = self._lock, list[bool]()
-        try:
-            if any(each != get_ident() for each in [*self.writing]):
-                held.extend(map(lock.acquire, (True,)))
-        finally:
-            if held:
-                lock.release()
+        me = get_ident()
+        if any(each != me for each in [*self.writing]):
+            with self._lock:
+                pass
 
     def writes_here(self) -> bool:
         """Return whether the calling thread writes leaves: Python runs other code inside that."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .gate import GATE, Turn
+from .gate import GATE
 
 _seam = torch._C._dynamo.compiled_autograd
 set_autograd_compiler = _seam.set_autograd_compiler
@@ -48,13 +48,7 @@ def out_of_walk(run: Callable[..., Any]) -> Callable[..., Any]:
 def _between_walks(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def others(*args: Any) -> Any:
-        turn = Turn()
-        try:
-            GATE.enter_alone(turn)  # inside a walk of the calling thread there is no waiting
+        with GATE.lock:  # inside a walk of the calling thread there is no waiting
             return function(*args)
-        finally:
-            turn.over = True  # no call before the release: see the gate
-            turn.token.release()
-            GATE.leave(turn)
 
     return others

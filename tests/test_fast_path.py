@@ -92,7 +92,7 @@ def test_threads_that_find_the_extension_at_once_have_one_path(
         return make(found)
 
     monkeypatch.setattr(FAST_PATH, "make", made)
-    FAST_PATH._come_first(module)
+    FAST_PATH.come_first(module)
     assert engine.run_backward is FAST_PATH._path is FAST_PATH._made[module]
 
 

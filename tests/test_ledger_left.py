@@ -14,10 +14,10 @@ from torch import fx, nn
 
 import compiled_autograd as ca
 from compiled_autograd.diagnostics.bypass import COMPILING, NOT_YET, OVER_BUDGET
-from compiled_autograd.engine import backward, decide, here, records
+from compiled_autograd.engine import backward, decide, records
 from compiled_autograd.engine.call import Refused
 from compiled_autograd.engine.session import Session, thread
-from compiled_autograd.policies import ledger
+from compiled_autograd.policies import decision, ledger
 from compiled_autograd.policies.decision import State
 from compiled_autograd.policies.ledger import LEDGER
 from shadow_cache import Bypass, unsupported
@@ -301,7 +301,7 @@ def test_a_hit_is_soon_found_after_many_that_were_left(left: tuple[Session, nn.P
     leave(session, weight, 5000)
     outcomes = [_one_of(session, weight, _longer) for _ in range(100)]
     first = outcomes.index("hit")
-    assert first <= here.MOST_SKIPPED and set(outcomes[first:]) == {"hit"}
+    assert first <= decision.MOST_SKIPPED and set(outcomes[first:]) == {"hit"}
     assert set(outcomes[:first]) <= {"not_worth_it"}
 
 

@@ -6,7 +6,7 @@ import weakref
 from typing import Any, Literal, cast
 
 from compiled_autograd.policies.decision import Action as Decided
-from compiled_autograd.policies.decision import Decision, Record, next_action
+from compiled_autograd.policies.decision import Decision, Record, next_action, skips
 from compiled_autograd.policies.ledger import TIMED, Ledger
 from compiled_autograd.settings import resolve
 from compiled_autograd.shadow_cache import Bypass
@@ -14,8 +14,9 @@ from compiled_autograd.shadow_cache import Bypass
 from .sequence import Tape
 from .simulator import Action, Happened, Way
 
-PEEK, SLOW_PATH = 1e-6, 25e-6
-"""Seconds of reading the first nodes of a tape, and of a hit that Python serves since some tape is watched."""
+PEEK, SLOW_PATH, LOOK, SKIP = 1e-6, 25e-6, 60e-6, 1e-6
+"""Seconds of reading the first nodes of a tape; of a hit that Python serves since some tape is watched; and of a
+backward that is left to eager, beyond what eager takes: after a look at its tape, and without one."""
 _UNSUPPORTED = Bypass("unsupported")
 
 
@@ -43,16 +44,23 @@ class Replayed:
         self._way = Way.BESIDE if on_miss == "background" else Way.COMPILE
         self._variants: dict[tuple[int, int], StandIn] = {}
         self._missed: Decision | None = None
+        self._streak = self._skips = self._unseen = 0
+        self._skipped = False
 
     # ---- the policy ----
 
     def action(self, tape: Tape, now: float) -> Action:
         self._now, self._missed = now, None
+        self._skipped = self._unseen > 0
+        if self._skipped:
+            self._unseen -= 1
+            return Action(Way.EAGER, SKIP)
         record = self._record(tape)
         spent = PEEK if self._ledger.watched else 0.0
         decided = next_action(record, None)
         if decided.reason is not None:
-            return Action(Way.EAGER, spent)
+            return Action(Way.EAGER, LOOK)
+        self._streak = self._skips = 0
         if not record.living():  # no walk can find code
             return self._decide(record, spent)
         return Action(Way.SERVE, spent + SLOW_PATH * bool(self._ledger.watched))
@@ -69,6 +77,8 @@ class Replayed:
 
     def told(self, tape: Tape, happened: Happened) -> None:
         record, ledger = self._record(tape), self._ledger
+        if self._skipped:
+            return
         if happened.ran is Way.SERVE:
             variant = self._variant(tape)
             variant.hits += 1
@@ -82,7 +92,7 @@ class Replayed:
             if self._missed is not None:
                 ledger.missed(record, self._missed, happened.seconds)
             else:
-                ledger.ran_on_eager(record, record.reason or TIMED, happened.seconds)
+                self._left(record, happened.seconds)
         else:
             variant = self._variants[tape.structure, tape.shape] = StandIn()
             if happened.ran is Way.BESIDE:
@@ -95,6 +105,13 @@ class Replayed:
     def arrived(self, tape: Tape, seconds: float) -> None:
         variant = self._variants[tape.structure, tape.shape]
         self._ledger.ended(self._record(tape), cast(Any, variant), variant, seconds, self.settings)
+
+    def _left(self, record: Record, seconds: float) -> None:
+        reason = record.reason or TIMED
+        self._streak += 1
+        self._ledger.ran_on_eager(record, reason, seconds, 1 + self._skips)
+        most = 0 if reason is TIMED else skips(self._streak, seconds)
+        self._skips = self._unseen = min(most, record.rest.left - 1) if record.rest.left else most
 
     # ---- stand-ins ----
 

@@ -47,7 +47,7 @@ def run(session: Session, call: Call) -> Any:
             if settings.on_miss == "raise":  # that eager is faster is no reason to let a miss pass
                 reason = decide(call, settings) or reason
             return _left_to_eager(session, call, record, reason)
-    here.streak = 0
+    here.skip_none()
     account = Account(session, settings)
     timed = record if record is not None and record.state is State.TIMING else None
     began = 0.0 if timed is None else now()
@@ -117,9 +117,13 @@ def _left_to_eager(session: Session, call: Call, record: Record, reason: Bypass)
     finally:
         seconds = clock() - began
         session.left_to_eager(reason, seconds)
-        looks_away = session.looks_away and reason is not TIMED
-        skipped = here.leave(record, reason, session.number, session.may_loop) if looks_away else 0
-        LEDGER.ran_on_eager(record, reason, seconds, 1 + skipped)
+        LEDGER.ran_on_eager(record, reason, seconds, 1 + here.skipped - here.unseen)
+        if session.looks_away and reason is not TIMED:
+            here.leave(record, reason, session.number, session.may_loop, seconds)
+        else:
+            here.skip_none()
+        if here.unseen == 1:
+            NATIVE_HITS.skip_looks(session.settings)
 
 
 def _handed_over(call: Call, account: Account, looked: HandedOver | None = None) -> HandedOver | RanInside | Refused:

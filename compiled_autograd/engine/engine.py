@@ -24,6 +24,7 @@ from ..policies.own_loop import OWN_LOOPS
 from ..runtime.running_backward import Running
 from ..shadow_cache import Bypass, default_dir
 from ..threads.gate import GATE, threads_running
+from ..threads.leaf_writes import LEAF_WRITES
 from ..threads.others import have_them_wait
 from ..torch_api.dynamo import keep_from_dynamo
 from ..torch_api.hook_handles import listen
@@ -194,7 +195,9 @@ def install() -> None:
 
 def _fast_path(fallback: Callable[..., Any], module: Module) -> FastPath:
     """Make the callable that replaces :meth:`Engine.run_backward`, and calls it for backwards that C++ cannot serve."""
-    return module.fast_path(fallback, backward.resume, backward.interrupted, thread, USES)
+    run = _ImperativeEngine.run_backward.__get__(Variable._execution_engine)
+    eager = (run, GATE.idents, LEAF_WRITES.writing, GATE.line)
+    return module.fast_path(fallback, backward.resume, backward.interrupted, thread, USES, eager)
 
 
 def _come_first(engine: Engine, path: FastPath) -> None:

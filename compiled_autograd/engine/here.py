@@ -6,13 +6,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from ..policies.decision import Backoff, Record
+from ..policies.decision import Backoff, Record, skips
 from ..runtime.running_backward import Running
 from ..shadow_cache import Bypass
-
-ALIKE_BEFORE_A_SKIP, MOST_SKIPPED = 16, 64
-"""After 16 consecutive backwards that were left to eager after a peek, one is skipped after each peek: it runs on eager
-without a peek at its tape. After 32 two are skipped, and so on, up to 64."""
 
 
 class Here:
@@ -24,7 +20,9 @@ class Here:
         depth: the number of compiled backwards that the thread is in.
         ident: the thread's identifier in ``threading``.
         streak: consecutive backwards that were left to eager after a peek.
-        unseen: next backwards that are skipped.
+        skipped: the number of backwards after the last look that are skipped: they run on eager without a look at
+            their tape.
+        unseen: those of them that are still to come.
         record, verdict, number: the record of the last tape that was left to eager, why, and the session's number.
         tries: tries of the own loop on the current tape.
         looped: the own loop is tried on some of the skipped ones.
@@ -37,6 +35,7 @@ class Here:
         "number",
         "record",
         "running",
+        "skipped",
         "stack",
         "streak",
         "tries",
@@ -47,20 +46,25 @@ class Here:
     def __init__(self, everywhere: Sequence[Any]) -> None:
         self.stack: list[Any] = list(everywhere)
         self.running: Running | None = None
-        self.depth = self.streak = self.unseen = self.number = 0
+        self.depth = self.streak = self.skipped = self.unseen = self.number = 0
         self.ident = threading.get_ident()
         self.record = Record(None)
         self.verdict: Bypass | None = None
         self.tries = Backoff()
         self.looped = False
 
-    def leave(self, record: Record, verdict: Bypass, number: int, may_loop: bool) -> int:
-        """Count a backward that was left to eager. Return how many of the next ones are skipped."""
+    def skip_none(self) -> None:
+        """Have the next backward looked at, whatever was decided before."""
+        self.streak = self.skipped = self.unseen = 0
+
+    def leave(self, record: Record, verdict: Bypass, number: int, may_loop: bool, seconds: float) -> None:
+        """Decide how many backwards are skipped after one that was left to eager after a look, and took so long. If the
+        record counts backwards until it is tried again, the last of these is looked at."""
         self.streak += 1
-        unseen = min(self.streak // ALIKE_BEFORE_A_SKIP, MOST_SKIPPED)
+        unseen, rest = skips(self.streak, seconds), record.rest.left
+        self.skipped = unseen = min(unseen, rest - 1) if rest else unseen
         self.record, self.verdict, self.number = record, verdict, number
         self.looped = may_loop and record.loop.left < unseen
         if not self.looped:
             record.loop.left = max(0, record.loop.left - unseen)
         self.unseen = unseen
-        return unseen

@@ -187,6 +187,12 @@ class NativeHits:
         if settings.native is not False:
             self.module(settings)
 
+    def skip_looks(self, settings: Settings) -> None:
+        """Have C++ run on eager what skips a look, if the extension is there."""
+        module = None if settings.native is False else self.module(settings, build=False)
+        if module is not None:
+            FAST_PATH.come_first(module)
+
     def module(self, settings: Settings, build: bool = True) -> Module | None:
         """Return the extension; None where it is not there, or not yet.
 

@@ -14,6 +14,7 @@
 #include "fast_path/questions.cpp"
 #include "fast_path/hit.cpp"
 #include "fast_path/serve.cpp"
+#include "fast_path/skip.cpp"
 #include "fast_path/entry.cpp"
 
 #include "own_loop/tape_in_order.cpp"

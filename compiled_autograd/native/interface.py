@@ -156,8 +156,9 @@ class Module(Protocol):
         interrupted: Callable[..., None],
         thread: Any,
         uses: Iterator[int],
+        engine: tuple[Callable[..., Any], list[int], list[int], list[int]],
     ) -> FastPath:
-        """Make the callable that serves known hits.
+        """Make the callable that serves known hits, and runs on eager what skips a look.
 
         Args:
             fallback: the way through Python.
@@ -166,6 +167,8 @@ class Module(Protocol):
             interrupted: records a backward that ended before anything ran: (session, time, error).
             thread: the thread's state, as attribute ``here``.
             uses: numbers uses, to find the least recently used.
+            engine: ``run_backward`` of the eager engine, and the threads that are in the engine, that write leaves, and
+                that have a tape walked. While there is one of the last two kinds, no look is skipped here.
         """
 
     def in_own_loop(

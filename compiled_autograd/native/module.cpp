@@ -227,7 +227,7 @@ PyMethodDef functions[] = {
      "(plan, program, shapes, settings, structure, variant, watched, number, questions, hand_over, may_write, write, "
      "counter) "
      "-> FastHit."},
-    {"fast_path", new_fast_path, METH_VARARGS, "(fallback, resume, interrupted, thread, uses) -> FastPath."},
+    {"fast_path", new_fast_path, METH_VARARGS, "(fallback, resume, interrupted, thread, uses, engine) -> FastPath."},
     {"move_aside", move_aside, METH_O,
      "(outputs) -> what the hooks of DDP's reducer on the leaves of a tape are put back with, or None."},
     {"put_back", put_back, METH_O, "(what move_aside gave) -> the leaves that have their hooks back."},

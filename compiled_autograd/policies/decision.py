@@ -20,6 +20,24 @@ ASKING = 0.1
 """Part of the likely seconds of a compile that a tape runs on eager before the store on disk is searched for it, which
 takes as long as some steps of a small model."""
 
+ALIKE_BEFORE_A_SKIP, MOST_SKIPPED, MOST_SECONDS_SKIPPED = 16, 64, 0.02
+
+
+def skips(streak: int, seconds: float) -> int:
+    """Return how many of the next backwards run on eager without a look at their tape.
+
+    After a row of 16 looks that left backwards to eager, it is one; after each further look twice as many, up to 64, or
+    up to 20 ms of backwards. So a look is seldom where it costs most, and tapes that take long are always looked at.
+
+    Args:
+        streak: the number of looks in a row that left a backward to eager.
+        seconds: what the last of these backwards took.
+    """
+    if streak < ALIKE_BEFORE_A_SKIP:
+        return 0
+    most = min(MOST_SKIPPED, 1 << min(streak - ALIKE_BEFORE_A_SKIP, MOST_SKIPPED))
+    return most if most * seconds <= MOST_SECONDS_SKIPPED else int(MOST_SECONDS_SKIPPED / seconds)
+
 
 class State(enum.Enum):
     """The state of a record: see :mod:`ledger`."""

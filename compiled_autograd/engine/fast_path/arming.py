@@ -79,7 +79,7 @@ class FastPaths:
         """True if it may serve some."""
         return bool(self._handed)
 
-    def _come_first(self, module: Module) -> None:
+    def come_first(self, module: Module) -> None:
         """Have this extension called as ``run_backward`` from now on."""
         if self.make is None or self.put is None:
             return
@@ -109,7 +109,7 @@ class FastPaths:
         if not is_still:
             return
         native.times_handed += 1
-        self._come_first(shapes.module)
+        self.come_first(shapes.module)
         reference = weakref.ref(variant, self._gone)
         hit = shapes.module.fast_hit(
             shapes.plan,

@@ -1,6 +1,6 @@
 #include "entry.h"
 
-#include "serve.h"
+#include "skip.h"
 
 #include <structmember.h>
 
@@ -44,6 +44,7 @@ std::optional<Asked> understood(PyObject* all, PyObject* by_name) {
 PyObject* run_backward(PyObject* self, PyObject* all, PyObject* by_name) {
   FastPathState& path = state_of(self);
   return or_error([&] {
+    if (const auto skip = skip_of(path, all, by_name)) return run_on_eager(path, *skip, all, by_name);
     const auto asked = PyTuple_GET_SIZE(path.hits) ? understood(all, by_name) : std::nullopt;
     const Served served = asked ? serve(path, *asked) : Served();
     if (served.variant) return checked(PyTuple_New(0));
@@ -74,7 +75,9 @@ PyTypeObject* fast_path_type = nullptr;  // made with the module, which is made 
 
 int traverse_fast_path(PyObject* self, visitproc visit, void* arg) {
   const FastPathState& path = state_of(self);
-  for (PyObject* each : {path.hits, path.fallback, path.resume, path.interrupted, path.thread, path.uses})
+  for (PyObject* each :
+       {path.hits, path.fallback, path.resume, path.interrupted, path.thread, path.uses, path.run, path.idents,
+        path.writing, path.line})
     Py_VISIT(each);
   Py_VISIT(Py_TYPE(self));
   return 0;
@@ -82,12 +85,10 @@ int traverse_fast_path(PyObject* self, visitproc visit, void* arg) {
 
 int clear_fast_path(PyObject* self) {
   FastPathState& path = state_of(self);
-  Py_CLEAR(path.hits);
-  Py_CLEAR(path.fallback);
-  Py_CLEAR(path.resume);
-  Py_CLEAR(path.interrupted);
-  Py_CLEAR(path.thread);
-  Py_CLEAR(path.uses);
+  for (PyObject** each :
+       {&path.hits, &path.fallback, &path.resume, &path.interrupted, &path.thread, &path.uses, &path.run, &path.idents,
+        &path.writing, &path.line})
+    Py_CLEAR(*each);
   return 0;
 }
 
@@ -140,8 +141,11 @@ PyType_Spec fast_path_spec = {
 }  // namespace
 
 PyObject* new_fast_path(PyObject*, PyObject* arguments) {
-  PyObject *fallback, *resume, *interrupted, *thread, *uses;
-  if (!PyArg_ParseTuple(arguments, "OOOOO", &fallback, &resume, &interrupted, &thread, &uses)) return nullptr;
+  PyObject *fallback, *resume, *interrupted, *thread, *uses, *run, *idents, *writing, *line;
+  if (!PyArg_ParseTuple(
+          arguments, "OOOOO(OO!O!O!)", &fallback, &resume, &interrupted, &thread, &uses, &run, &PyList_Type, &idents,
+          &PyList_Type, &writing, &PyList_Type, &line))
+    return nullptr;
   return or_error([&] {
     Owned hits(checked(PyTuple_New(0)));
     PyObject* object = checked(fast_path_type->tp_alloc(fast_path_type, 0));
@@ -152,6 +156,10 @@ PyObject* new_fast_path(PyObject*, PyObject* arguments) {
     path.interrupted = Py_NewRef(interrupted);
     path.thread = Py_NewRef(thread);
     path.uses = Py_NewRef(uses);
+    path.run = Py_NewRef(run);
+    path.idents = Py_NewRef(idents);
+    path.writing = Py_NewRef(writing);
+    path.line = Py_NewRef(line);
     return object;
   });
 }

@@ -59,10 +59,10 @@ void add_to(PyObject* object, PyObject* name, PyObject* number) {
 
 const Names& names() {
   const auto made = [](const char* text) { return PyUnicode_InternFromString(text); };
-  static const Names all = {made("depth"),  made("evicted"),  made("here"),      made("hits"),     made("left"),
-                            made("met"),    made("ran"),      made("saving"),    made("settings"), made("stack"),
-                            made("used"),   made("variants"), made("backwards"), made("_last"),    made("started"),
-                            made("_stats"), made("told"),     made("hit_times")};
+  static const Names all = {made("depth"),  made("evicted"),  made("here"),      made("hits"),         made("left"),
+                            made("met"),    made("ran"),      made("saving"),    made("settings"),     made("stack"),
+                            made("used"),   made("variants"), made("backwards"), made("_last"),        made("started"),
+                            made("_stats"), made("told"),     made("hit_times"), made("left_to_eager")};
   return all;
 }
 

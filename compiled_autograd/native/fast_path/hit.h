@@ -72,6 +72,7 @@ void add_to(PyObject* object, PyObject* name, PyObject* number);
 struct Names {
   PyObject *depth, *evicted, *here, *hits, *left, *met, *ran, *saving, *settings, *stack, *used, *variants;
   PyObject *backwards, *last, *started, *stats, *told, *hit_times;
+  PyObject* left_to_eager;
 };
 const Names& names();
 

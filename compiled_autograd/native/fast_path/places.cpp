@@ -17,16 +17,6 @@ bool is_for_ever(PyObject* object) {
          PyUnicode_CheckExact(object);
 }
 
-// Where in an object its class keeps what is in `__slots__`; negative for anything else.
-Py_ssize_t place_of(PyObject* object, PyObject* name) {
-  PyTypeObject* type = Py_TYPE(object);
-  if (type->tp_getattro != PyObject_GenericGetAttr) return -1;
-  const Owned held = found(reinterpret_cast<PyObject*>(type), name);
-  if (!held || !Py_IS_TYPE(held.get(), &PyMemberDescr_Type)) return -1;
-  const PyMemberDef& member = *reinterpret_cast<PyMemberDescrObject*>(held.get())->d_member;
-  return member.type == T_OBJECT_EX ? member.offset : -1;
-}
-
 int64_t read_slot(const Reader& reader) {
   return number_of(*reinterpret_cast<PyObject**>(reinterpret_cast<char*>(reader.object) + reader.number));
 }
@@ -64,8 +54,17 @@ PyTypeObject* type_of_method_wrappers() {
 
 }  // namespace
 
+Py_ssize_t offset_of_slot(PyObject* object, PyObject* name) {
+  PyTypeObject* type = Py_TYPE(object);
+  if (type->tp_getattro != PyObject_GenericGetAttr) return -1;
+  const Owned held = found(reinterpret_cast<PyObject*>(type), name);
+  if (!held || !Py_IS_TYPE(held.get(), &PyMemberDescr_Type)) return -1;
+  const PyMemberDef& member = *reinterpret_cast<PyMemberDescrObject*>(held.get())->d_member;
+  return member.type == T_OBJECT_EX ? member.offset : -1;
+}
+
 Reader reader_of_attribute(PyObject* object, PyObject* name) {
-  const Py_ssize_t place = place_of(object, name);
+  const Py_ssize_t place = offset_of_slot(object, name);
   if (place >= 0) return {read_slot, object, nullptr, place};
   return PyModule_CheckExact(object) ? Reader{read_item, PyModule_GetDict(object), name} : Reader();
 }

@@ -28,6 +28,8 @@ Reader reader_of_variable(PyObject* function);
 // What a dict, a list or a variable of the context says of itself: a method without arguments, or a `functools.partial`
 // of one.
 Reader reader_of_method(PyObject* method, PyObject* answer);
+// Where in an object its class keeps what is in `__slots__`; negative for anything else. Throws PythonError.
+Py_ssize_t offset_of_slot(PyObject* object, PyObject* name);
 // An attribute.
 Reader reader_of_attribute(PyObject* object, PyObject* name);
 

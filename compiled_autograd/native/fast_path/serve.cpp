@@ -23,22 +23,6 @@ Owned session_of(const FastPathState& path) {
   return Owned(Py_NewRef(session));
 }
 
-// Keeps the error that is set from what is done meanwhile.
-class ErrorKept {
- public:
-  ErrorKept() { PyErr_Fetch(&type_, &value_, &traceback_); }
-  ~ErrorKept() {
-    if (type_) PyErr_Restore(type_, value_, traceback_);
-  }
-  PyObject* value() {
-    PyErr_NormalizeException(&type_, &value_, &traceback_);
-    return value_ ? value_ : Py_None;
-  }
-
- private:
-  PyObject *type_, *value_, *traceback_;
-};
-
 // One hit, from the moment when its tape is taken.
 class Run {
  public:

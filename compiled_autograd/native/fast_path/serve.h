@@ -22,8 +22,28 @@ struct FastPathState {
   PyObject* interrupted;  // records a backward that ended before anything ran
   PyObject* thread;       // the thread's state
   PyObject* uses;         // numbers uses
+  PyObject* run;          // `run_backward` of the eager engine
+  PyObject* idents;       // lists of threads: those in the eager engine,
+  PyObject* writing;      // those that write leaves,
+  PyObject* line;         // and those that have a tape walked
   Py_ssize_t served;
   const FastHit* last;  // the hit that served last: it may no longer exist
+};
+
+// Keeps the error that is set from what is done meanwhile.
+class ErrorKept {
+ public:
+  ErrorKept() { PyErr_Fetch(&type_, &value_, &traceback_); }
+  ~ErrorKept() {
+    if (type_) PyErr_Restore(type_, value_, traceback_);
+  }
+  PyObject* value() {
+    PyErr_NormalizeException(&type_, &value_, &traceback_);
+    return value_ ? value_ : Py_None;
+  }
+
+ private:
+  PyObject *type_, *value_, *traceback_;
 };
 
 // How it was asked for.

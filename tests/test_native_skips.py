@@ -1,0 +1,181 @@
+"""Backwards that run on eager without a look at their tape: C++ does what ``Engine.run_backward`` does in Python."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import Variable
+
+import compiled_autograd as ca
+from compiled_autograd.engine import engine as module_of_engine
+from compiled_autograd.engine.engine import Engine
+from compiled_autograd.engine.session import Session, thread
+from compiled_autograd.policies.decision import Record
+from compiled_autograd.shadow_cache import Bypass
+from compiled_autograd.threads.gate import GATE
+from compiled_autograd.threads.leaf_writes import LEAF_WRITES
+
+from .both_walks import library_of
+from .helpers import assert_same, in_threads
+
+VERDICT = Bypass("over_budget")
+LEAF = torch.arange(1.0, 5.0)
+
+
+@pytest.fixture(params=["python", "cpp"])
+def fallbacks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """One way of the two; grows by one with each backward that C++ hands on, and that Python is called for."""
+    ca.enable()
+    engine: Any = Variable._execution_engine
+    handed_on: list[int] = []
+
+    def fallback(*args: Any, **named: Any) -> Any:
+        handed_on.append(1)
+        return Engine.run_backward(engine, *args, **named)
+
+    if request.param == "cpp":
+        module = library_of(request.config).module()
+        assert module is not None
+        monkeypatch.setitem(engine.__dict__, "run_backward", module_of_engine._fast_path(fallback, module))
+    else:
+        monkeypatch.setitem(engine.__dict__, "run_backward", fallback)
+    handed_on.append(request.param == "cpp")
+    yield handed_on
+    ca.reset()
+
+
+def _session(skips: int) -> Session:
+    """A session that skips as many looks in this thread."""
+    session, here = ca.enable(backend="eager", cache_dir=False, tune=False), thread.here
+    here.unseen, here.verdict, here.record, here.number = skips, VERDICT, Record(None), session.number
+    here.record.reason = VERDICT
+    return session
+
+
+def _loss(leaf: torch.Tensor) -> torch.Tensor:
+    return (leaf * leaf).sum()
+
+
+def _is_as_ever() -> None:
+    assert thread.here.running is None and GATE.idle()
+
+
+def test_a_skipped_backward_is_eagers_and_is_counted(fallbacks: list[int]) -> None:
+    leaf, in_cpp = LEAF.clone().requires_grad_(), fallbacks.pop()
+    with _session(3) as session:
+        _loss(leaf).backward()
+        assert_same([leaf.grad, *torch.autograd.grad(_loss(leaf), leaf)], [2 * LEAF, 2 * LEAF])
+        assert thread.here.unseen == 1
+        _loss(leaf).backward(inputs=[leaf], retain_graph=True)
+        assert thread.here.unseen == 0 and len(fallbacks) == (0 if in_cpp else 3)
+        _is_as_ever()
+        _loss(leaf).backward()  # this one is looked at
+    assert session.stats().bypasses == {"over_budget": 3} and session.stats().backwards == 4
+    assert_same([leaf.grad], [6 * LEAF])
+
+
+def test_without_a_session_eager_runs(fallbacks: list[int]) -> None:
+    leaf, in_cpp = LEAF.clone().requires_grad_(), fallbacks.pop()
+    session = _session(3)
+    with session, ca.disable():
+        _loss(leaf).backward()
+    _loss(leaf).backward()
+    assert_same([leaf.grad], [4 * LEAF])
+    assert thread.here.unseen == 3 and session.stats().backwards == 0 and len(fallbacks) == (0 if in_cpp else 2)
+    _is_as_ever()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_inside_is_raised_and_the_backward_is_counted(
+    fallbacks: list[int], error: type[BaseException]
+) -> None:
+    def hook(grad: torch.Tensor) -> None:
+        assert GATE.idents == [threading.get_ident()]
+        raise error("of the user")
+
+    leaf = LEAF.clone().requires_grad_()
+    leaf.register_hook(hook)
+    with _session(2) as session, pytest.raises(error, match="of the user"):
+        _loss(leaf).backward()
+    assert thread.here.unseen == 1 and session.stats().bypasses == {"over_budget": 1}
+    _is_as_ever()
+
+
+def test_a_backward_inside_a_skipped_one(fallbacks: list[int]) -> None:
+    inner, leaf = LEAF.clone().requires_grad_(), LEAF.clone().requires_grad_()
+
+    def hook(grad: torch.Tensor) -> None:
+        with torch.enable_grad():
+            _loss(inner).backward()
+
+    leaf.register_hook(hook)
+    with _session(2) as session:
+        _loss(leaf).backward()
+    assert_same([leaf.grad, inner.grad], [2 * LEAF, 2 * LEAF])
+    assert thread.here.unseen == 0 and session.stats().bypasses == {"over_budget": 2}
+    _is_as_ever()
+
+
+def _of_other_number(session: Session) -> None:
+    thread.here.number = session.number + 1
+
+
+def _of_other_reason(session: Session) -> None:
+    thread.here.record.reason = Bypass("not_worth_it")
+
+
+@pytest.mark.parametrize("change", [_of_other_number, _of_other_reason])
+def test_what_was_decided_for_something_else_is_not_skipped(
+    fallbacks: list[int], change: Callable[[Session], None]
+) -> None:
+    leaf = LEAF.clone().requires_grad_()
+    with _session(2) as session:
+        change(session)
+        _loss(leaf).backward()
+    assert session.stats().structure_misses == 1 and len(fallbacks) == 2
+
+
+def test_create_graph_and_the_own_loop_are_left_to_python(fallbacks: list[int]) -> None:
+    leaf, in_cpp = LEAF.clone().requires_grad_(), fallbacks.pop()
+    with _session(3) as session:
+        (grad,) = torch.autograd.grad(_loss(leaf), leaf, create_graph=True)
+        assert grad.requires_grad and thread.here.unseen == 3 and session.stats().bypasses == {"create_graph": 1}
+        thread.here.looped = True
+        _loss(leaf).backward()
+        assert len(fallbacks) == 2 and thread.here.unseen == 2
+        torch.autograd.grad(_loss(leaf), leaf)
+        assert len(fallbacks) == (2 if in_cpp else 3) and thread.here.unseen == 1
+        thread.here.looped = False
+    assert_same([leaf.grad], [2 * LEAF])
+
+
+@pytest.mark.parametrize("threads", [GATE.line, LEAF_WRITES.writing])
+def test_while_another_thread_has_the_seam_or_writes_leaves_python_waits(
+    fallbacks: list[int], threads: list[int]
+) -> None:
+    leaf = LEAF.clone().requires_grad_()
+    with _session(1) as session:
+        threads.append(-1)
+        try:
+            _loss(leaf).backward()
+        finally:
+            threads.remove(-1)
+    assert_same([leaf.grad], [2 * LEAF])
+    assert len(fallbacks) == 2 and session.stats().bypasses == {"over_budget": 1}
+
+
+def test_threads_lose_no_count(fallbacks: list[int]) -> None:
+    def work() -> int:
+        leaf = LEAF.clone().requires_grad_()
+        with _session(200) as session:
+            for _ in range(200):
+                _loss(leaf).backward()
+        assert_same([leaf.grad], [400 * LEAF])
+        return session.stats().bypasses["over_budget"]
+
+    assert in_threads(*[work] * 4) == [200] * 4
+    _is_as_ever()

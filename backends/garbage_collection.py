@@ -10,71 +10,58 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable
 
-RARE_THRESHOLDS = (200_000, 20, 100)
+RARE_THRESHOLDS = (200_003, 20, 100)
 """Thresholds of ``gc.set_threshold``: the number of new objects before the young generation is searched, and the
-numbers of such searches before the older ones are."""
+numbers of such searches before the older ones are. It is no round number, so that nobody else sets the same."""
 _YOUNG, _ALL = 1, 2
 """The oldest generation that is searched. Those up to the first were not yet searched twice."""
 _MANY_BLOCKS = 4_000_000
 """Number of blocks of memory, some four for each object, that a search takes about a second for."""
 
 
-_PATIENCE = 0.2
-"""Seconds after which a thread does without: whoever is in the midst of a change may be waiting for this thread, in
-what a signal's handler runs there."""
-
-
 class _Rarely:
     """A context with rare garbage collection; several threads may enter it, each several times.
 
+    There is no lock, for what a signal or ``gc`` runs in its midst may compile too. If two threads enter and leave at
+    the same time, one may run without it; the last one to leave puts back what was there.
+
     Attributes:
-        entered: the number of entries, by thread. After Ctrl-C a thread leaves the rest by :meth:`leave_all`.
+        entered: the threads inside, once for each entry. After Ctrl-C a thread leaves the rest by :meth:`leave_all`.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # what a signal or ``gc`` runs in its midst may compile too
-        self.entered: dict[int, int] = {}
-        self._before = self._set = gc.get_threshold()
+        self.entered: list[int] = []
+        self._before: tuple[int, ...] = gc.get_threshold()
+        self._set: tuple[int, ...] = ()
 
     def __enter__(self) -> None:
-        self._alone(self._enter)
+        self.entered.append(threading.get_ident())
+        now = gc.get_threshold()
+        if now == self._set:  # another entry has set it
+            return
+        self._before = now
+        if now[0] > 0:  # else the user has turned it off
+            self._set = tuple(max(pair) for pair in zip(RARE_THRESHOLDS, now, strict=True))
+            gc.set_threshold(*self._set)
 
     def __exit__(self, *exception: object) -> None:
-        self._alone(lambda me: self._leave(me, self.entered.get(me, 0) - 1))
+        self._leave(1)
 
     def leave_all(self) -> None:
         """Leave all entries of the calling thread."""
-        self._alone(lambda me: self._leave(me, 0))
+        self._leave(len(self.entered))
 
-    def _alone(self, change: Callable[[int], None]) -> None:
-        """Change something while no other thread does, or not at all."""
-        lock, acquired = self._lock, list[bool]()
+    def _leave(self, times: int) -> None:
+        me = threading.get_ident()
         try:
-            acquired += map(lock.acquire, (True,), (_PATIENCE,))  # in one go: Ctrl-C could come before an assignment
-            if acquired[0]:
-                change(threading.get_ident())
+            for _ in range(min(times, self.entered.count(me))):
+                self.entered.remove(me)
+        except ValueError:  # what ran in the midst of this has left all
+            pass
         finally:
-            if acquired and acquired[0]:
-                lock.release()
-
-    def _enter(self, me: int) -> None:
-        first = not self.entered
-        self.entered[me] = self.entered.get(me, 0) + 1
-        if first:
-            self._before = self._set = gc.get_threshold()
-            if self._before[0] > 0:  # else the user has turned it off
-                self._set = tuple(max(pair) for pair in zip(RARE_THRESHOLDS, self._before, strict=True))  # type: ignore[assignment]
-                gc.set_threshold(*self._set)
-
-    def _leave(self, thread: int, left: int) -> None:
-        if left > 0:
-            self.entered[thread] = left
-        elif thread in self.entered:
-            if len(self.entered) == 1:
-                self._restore()  # before it is known to have left: Ctrl-C may come between
-            self.entered.pop(thread, None)  # what runs in the midst of this may have done both
+            if not self.entered:
+                self._restore()
 
     def _restore(self) -> None:
         if gc.get_threshold() == self._set:  # else somebody else has set it meanwhile
@@ -91,7 +78,6 @@ class _Rarely:
 
     def reset_after_fork(self) -> None:
         """Reset in a forked child, where nothing is being compiled."""
-        self._lock = threading.RLock()
         if self.entered:
             self.entered.clear()
             self._restore()

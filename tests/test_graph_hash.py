@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import random
 import threading
 import warnings
@@ -507,3 +508,24 @@ def test_a_thread_that_runs_a_graph_while_another_asks_for_its_text() -> None:
             assert begun.wait(60)
             assert torch.equal(graph.graph_module()(x, x), _chain(x, x))
             assert asked.result() == {wanted} and graph.module.code == code
+
+
+def test_a_graph_of_a_text_changes_nothing_for_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``fx.symbolic_trace`` patches ``nn.Module.__call__`` while it traces, for all threads."""
+
+    def calls(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        half = torch.tensor([0.5, 0.25])
+        return x.sin() @ weight, (half * weight.sum(0)[1:]).to(torch.float64), weight * x.shape[0] / math.inf
+
+    given = torch.randn(3, 4), torch.randn(4, 3)
+    made = make_fx(calls)(*given)
+    text = InMemoryGraph(made, Made(StraightLine.__call__)).text()
+
+    def no_trace(*_: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(fx.Tracer, "trace", no_trace)
+    found = stored_regions.graph_of(text)
+    assert [(each.op, each.target) for each in found.graph.nodes] == [(e.op, e.target) for e in made.graph.nodes]
+    found._tensor_constant0 = made._tensor_constant0  # of which a text has only the name
+    assert_same(found(*given), calls(*given))

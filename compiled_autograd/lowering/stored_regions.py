@@ -138,11 +138,27 @@ def graph_of(code: str) -> fx.GraphModule:
     namespace: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
     namespace.update({"operator": operator, "_operator": operator, "math": math, "fx_pytree": fx._pytree})
     exec(compile(code, "<an ATen graph>", "exec"), namespace)
-    module = type("Lowered", (torch.nn.Module,), {"forward": namespace["forward"]})()
+    forward, graph, module = namespace["forward"], fx.Graph(), torch.nn.Module()
+    tracer = fx.proxy.GraphAppendingTracer(graph)  # fx.symbolic_trace changes nn.Module for all threads meanwhile
     for constant in sorted(set(re.findall(r"\bself\.(\w+)", code))):
         module.register_buffer(constant, torch.empty(0))
+    names = forward.__code__.co_varnames[1 : forward.__code__.co_argcount]
     with torch._C._EnableTorchFunction():  # off in the backward of a loss of a subclass
-        return fx.symbolic_trace(module)
+        given = [fx.Proxy(graph.placeholder(name), tracer) for name in names]
+        results = forward(_Constants(graph, tracer), *given)
+    graph.output(tracer.create_arg(results))
+    return fx.GraphModule(module, graph)
+
+
+@dataclass(slots=True)
+class _Constants:
+    """Stands for ``self`` while a graph is made of its text: each attribute is a constant."""
+
+    _graph: fx.Graph
+    _tracer: fx.proxy.GraphAppendingTracer
+
+    def __getattr__(self, name: str) -> fx.Proxy:
+        return fx.Proxy(self._graph.get_attr(name), self._tracer)
 
 
 def copy_of(graph_module: fx.GraphModule) -> fx.GraphModule:

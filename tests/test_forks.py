@@ -227,3 +227,41 @@ in_child(child)
 def test_a_child_forked_while_another_thread_is_busy(then: str) -> None:
     result = in_subprocess(_START + then, OMP_NUM_THREADS="1")
     assert result.returncode == 0, result.stderr
+
+
+_WHILE_IT_WAITS = """
+import os, signal, threading, torch, compiled_autograd as ca
+from compiled_autograd.threads.gate import GATE
+
+def step():
+    x = torch.ones(4, requires_grad=True)
+    (x * x).exp().sum().backward()
+    return torch.allclose(x.grad, 2 * torch.e * torch.ones(4))
+
+forked, held = [], threading.Event()
+signal.signal(signal.SIGUSR1, lambda *_: forked.append(os.fork()))
+session, main = ca.enable(backend="eager", extension="off", cache_dir=False), threading.get_ident()
+
+def hold():
+    with GATE.lock:
+        held.set()
+        threading.Event().wait(0.5)
+        signal.pthread_kill(main, signal.SIGUSR1)
+        threading.Event().wait(0.5)
+
+with session:
+    step()
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    right = step() and GATE.idle() and step()
+if forked == [0]:
+    os._exit(0 if right else 3)
+thread.join()
+print(right, os.waitstatus_to_exitcode(os.waitpid(forked[0], 0)[1]))
+"""
+
+
+def test_a_child_that_a_handler_forks_while_its_thread_waits_for_the_gate() -> None:
+    ended = in_subprocess(_WHILE_IT_WAITS, timeout=60)
+    assert ended.stdout.split() == ["True", "0"], ended.stderr

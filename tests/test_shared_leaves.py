@@ -18,7 +18,7 @@ from compiled_autograd.threads.gate import GATE
 from compiled_autograd.threads.leaf_writes import LEAF_WRITES
 from compiled_autograd.torch_api import attributes
 
-from .helpers import WAIT, Squares, Waits, expect, in_threads
+from .helpers import WAIT, Squares, Waits, assert_same, expect, in_threads
 
 
 def _in_threads(*works: Callable[[], Any]) -> None:
@@ -357,3 +357,23 @@ def test_a_gradient_that_is_given_between_the_walk_and_the_report(monkeypatch: p
     else:
         expect(stats, structure_misses=1, hits=3)
     assert GATE.idle()
+
+
+@pytest.mark.parametrize("on_miss", ["compile", "background"])
+def test_inside_a_write_nothing_is_compiled(on_miss: str) -> None:
+    """A finalizer or a signal's handler may run a backward there; what compiles may wait for the lock."""
+    leaf = torch.ones(4, requires_grad=True)
+
+    def within() -> None:
+        (leaf * leaf).exp().sum().backward()
+
+    with ca.enable(backend="eager", cache_dir=False, on_miss=on_miss, compile_budget=float("inf")) as session:
+        assert LEAF_WRITES.in_turn(within)
+        assert session.wait(60) and session.stats().compiles == 0 and session.stats().backwards == 1
+        first, leaf.grad = leaf.grad, None
+        for _ in range(2):
+            leaf.grad = None
+            within()
+            assert session.wait(60)
+        assert session.stats().compiles == session.stats().hits == 1
+    assert_same([first, leaf.grad], [2 * torch.e * torch.ones(4)] * 2, bitwise=False)

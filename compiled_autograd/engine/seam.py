@@ -224,9 +224,9 @@ def _asked(call: Call, settings: Settings, run_inside: RunInside | None) -> Hand
             finally:
                 if walk.inside:
                     GATE.in_call.remove(me)
-                walk.end_report()
                 if walk.capture is not None and walk.capture.reporting:
                     walk.capture.spoil()
+                walk.end_report()
     return Refused(TORCH_COMPILED_AUTOGRAD, walk.told()) if walk.given is None else walk.given
 
 

@@ -4,10 +4,11 @@
 eager engine runs in the same thread is captured; one that Python runs while the engine walks a tape is left to eager.
 
 **Nothing is stuck after Ctrl-C.** Python may raise ``KeyboardInterrupt`` in the main thread after any call, at the
-beginning of any function of Python's, and at a jump back (the "eval breaker" of CPython 3.10 to 3.14), but nowhere
-else: not between an assignment and what follows it, not within a function of C, nor between the beginning of a
-``finally`` and the end of the first call of C in it. ``with lock:`` is safe too. So a thread appends itself to a list
-in the first call of a ``try``, and removes itself in the first call of the ``finally``.
+beginning of any function of Python's, and at a jump (the "eval breaker" of CPython: on 3.10 at each conditional jump
+that is taken, from 3.11 on at a jump back). It does so nowhere else: not between an assignment and what follows it, not
+within a function of C, nor between the beginning of a ``finally`` and the end of the first call of C in it, unless an
+``if`` before it is false. ``with lock:`` is safe too (tried on 3.10 to 3.13). So a thread appends itself to a list in
+the first call of a ``try``, and removes itself in the first call of the ``finally``.
 
 **Backwards at any moment.** A signal's handler, a ``__del__`` or a finalizer of ``gc`` may run a backward between any
 two calls here, in the same thread. So the lock is reentrant, and only calls of C change the lists. A reader takes
@@ -25,7 +26,7 @@ from threading import RLock, local
 from typing import Any
 
 from ..diagnostics.bypass import FORKED, INSIDE_ENGINE_CALL, OTHER_THREAD
-from ..process_state import PROCESS
+from ..process_state import PROCESS, free
 from ..shadow_cache import Bypass
 
 
@@ -121,12 +122,11 @@ class Gate:
             lock.release()
 
     def reset_after_fork(self) -> None:
-        """Reset in a forked child, where only the calling thread exists, and the lock may be in any state unless that
-        thread has it: a signal's handler may fork in the midst of a walk."""
+        """Reset in a forked child, where only the calling thread exists. It may have the lock, or wait for it: a
+        signal's handler may fork in the midst of a walk. So the lock stays the same."""
         me = get_ident()
         self.release_after_fork()
-        if not self.has_seam():
-            self.lock = RLock()
+        free(self.lock)
         self._lost = self._lost or _others_in(self.in_call)  # the engine's own lock: they had it
         for threads in (self.line, self.idents, self.in_call):
             threads[:] = [ident for ident in threads if ident == me]  # the same list: other code holds it

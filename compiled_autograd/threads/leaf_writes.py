@@ -34,7 +34,7 @@ class LeafWrites:
 
         No thread runs between the checks, or before the return: no function is called.
         """
-        return not self.writing and not GATE.idents and not GATE.in_call
+        return not (self.writing or self._through_nodes or GATE.idents or GATE.in_call)
 
     def in_turn(self, write: Callable[[], None], beside_eager: bool = False) -> bool:
         """Write leaves while no other thread does. Return False, and write nothing, if another thread is in the eager

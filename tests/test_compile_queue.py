@@ -14,6 +14,8 @@ import pytest
 import torch
 
 import compiled_autograd as ca
+from compiled_autograd.compiling import queue
+from compiled_autograd.compiling.jobs import Job
 from compiled_autograd.compiling.queue import QUEUE
 from compiled_autograd.lowering.region_compiler import RegionCompiler
 from compiled_autograd.threads.compile_thread import COMPILER
@@ -308,3 +310,98 @@ def test_steps_that_wait_for_a_load_are_hits(tmp_path: Path, monkeypatch: pytest
     stats = session.stats()
     left = stats.bypasses.get("other_thread_in_backward", 0)
     assert stats.hits + left == 3 and stats.hits and not stats.compiles, stats
+
+
+def test_what_an_interrupted_step_left_in_another_state_is_given_up(alarm: None) -> None:
+    backend, x = _Slow(), torch.randn(8, requires_grad=True)
+    right = _grad(x)
+    with ca.enable(backend=backend, cache_dir=False, on_miss="compile", tune=False) as session:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(_TimeIsUpError):
+            _grad(x)
+        torch.set_float32_matmul_precision("medium")
+        try:
+            backend.let.set()
+            assert session.wait(60)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+        assert same_bits(_grad(x), right) and session.last is not None and session.last.outcome != "hit"
+        assert same_bits(_grad(x), right) and session.last.outcome == "hit"
+    assert len(backend.threads) == 2
+
+
+def test_an_interrupted_step_waits_for_an_import(monkeypatch: pytest.MonkeyPatch, alarm: None) -> None:
+    """The program's next line may import the same modules."""
+    ended = threading.Event()
+
+    def slowly(backend: Any) -> None:
+        time.sleep(1.0)
+        ended.set()
+
+    monkeypatch.setattr(queue, "_import_first", slowly)
+    x = torch.randn(8, requires_grad=True)
+    for on_miss in ("compile", "background"):
+        ca.reset()
+        monkeypatch.setattr(QUEUE, "_imported", set())
+        ended.clear()
+        with ca.enable(backend="eager", cache_dir=False, on_miss=on_miss, compile_budget=float("inf")):
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(_TimeIsUpError):
+                _grad(x)
+            assert ended.is_set()
+            assert QUEUE.wait(60)
+
+
+def test_a_job_lets_go_of_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traceback may hold the job, until ``gc`` runs."""
+    put, tasks = QUEUE._put, list[Any]()
+    monkeypatch.setattr(QUEUE, "_put", lambda task: tasks.append(task) or put(task))
+    with ca.enable(backend="eager", cache_dir=False, on_miss="compile"):
+        _grad(torch.randn(8, requires_grad=True))
+    assert tasks and all(not task.slots for task in tasks if isinstance(task, Job))
+
+
+def test_a_wait_without_end_is_no_error() -> None:
+    backend, x = _Slow(), torch.randn(8, requires_grad=True)
+    with ca.enable(backend=backend, cache_dir=False, on_miss="background", compile_budget=float("inf")) as session:
+        _grad(x)
+        threading.Timer(0.2, backend.let.set).start()
+        assert QUEUE.busy and session.wait(float("inf")) and not QUEUE.busy
+
+
+def test_a_first_step_does_not_wait_for_what_another_session_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend's import would come after that, in the thread."""
+    backend, x = _Slow(), torch.randn(8, requires_grad=True)
+    right = _grad(x)
+    settings: dict[str, Any] = {"cache_dir": False, "on_miss": "background", "compile_budget": float("inf")}
+    other = ca.enable(backend="eager", tune=False, **settings)
+    with ca.enable(backend=backend, **settings) as session:
+        _grad(x)
+        assert backend.began.wait(60)
+    monkeypatch.setattr(QUEUE, "_imported", QUEUE._imported - {"eager"})
+    with other:
+        assert same_bits(_grad(x), right) and QUEUE.busy
+        backend.let.set()
+        assert session.wait(60)
+        for _ in range(2):
+            assert same_bits(_grad(x), right) and other.wait(60)
+        assert same_bits(_grad(x), right) and other.stats().hits == 2
+
+
+def test_a_backend_that_cannot_be_imported_is_asked_once_a_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def fails(backend: Any) -> None:
+        tried.append(1)
+        raise ImportError("libfoo.so.3: cannot open shared object file")
+
+    monkeypatch.setattr(queue, "_import_first", fails)
+    monkeypatch.setattr(QUEUE, "_imported", set())
+    x = torch.randn(8, requires_grad=True)
+    right = _grad(x)
+    with ca.enable(backend="eager", cache_dir=False, on_miss="background", compile_budget=float("inf")) as session:
+        with pytest.warns(UserWarning, match="libfoo"):
+            assert same_bits(_grad(x), right)
+        for _ in range(20):
+            assert same_bits(_grad(x), right)
+    assert len(tried) == session.stats().failures == 1

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from compiled_autograd.diagnostics.bypass import COMPILING, NOT_YET, OVER_BUDGET
+from compiled_autograd.policies import clock as clock_of_trials
 from compiled_autograd.policies import ledger
 from compiled_autograd.policies.clock import row_of
 from compiled_autograd.policies.decision import Action, Backoff, Balance, Decision, Record, State, next_action
@@ -427,3 +428,16 @@ def test_what_was_timed_is_timed_again_when_eager_is_faster(book: Ledger) -> Non
         record.variants.append(lambda kept=variant: kept)  # type: ignore[arg-type]
     book.time_again()
     assert [each.state for each in records] == [State.TIMING, State.TIMING, State.NEW]
+
+
+@pytest.mark.parametrize(("threads", "cuda", "clock"), [(1, False, "thread_time"), (1, True, "perf_counter")])
+def test_a_trial_that_waits_for_a_gpu_uses_wall_time(
+    monkeypatch: pytest.MonkeyPatch, threads: int, cuda: bool, clock: str
+) -> None:
+    """The engine launches from a thread of its own, whose processor time is not the caller's."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: cuda)
+    monkeypatch.setattr(clock_of_trials, "wait_for_devices", lambda: None)
+    for name in ("thread_time", "perf_counter"):
+        monkeypatch.setattr(clock_of_trials.time, name, lambda name=name: name)
+    assert clock_of_trials.now() == clock

@@ -116,9 +116,10 @@ def test_on_miss_raise_raises_for_a_tape_that_eager_runs(state: str) -> None:
         x = torch.randn(4, requires_grad=True)
         _captured(x).backward()
         assert session.last is not None and session.last.reasons == (reason,)
-        y = torch.randn(5, requires_grad=True)
+        y, before = torch.randn(5, requires_grad=True), session.stats().backwards
         with pytest.raises(ca.CacheMissError):
             _captured(y).backward()
+        assert session.stats().backwards == before + 1
     assert y.grad is None and torch.allclose(x.grad, x.detach().exp())  # type: ignore[arg-type]
 
 

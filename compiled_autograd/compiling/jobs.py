@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import math
 import queue
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -58,7 +59,7 @@ class Task:
         self._bells.append(bell)
         try:
             if not self.is_over:
-                bell.get(timeout=timeout)
+                bell.get(timeout=None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
         except queue.Empty:
             return False
         return True
@@ -91,6 +92,7 @@ class Job(Task):
         ended: called at the end with the job and the seconds of lowering and compiling; 0 if it came to nothing.
         owner: the report of the step that waits, and takes ``report``, ``over_budget`` and ``error`` at the end.
         changed: names of the settings of the process that changed, so that the code was discarded.
+        importing: the import of what the backend needs, while it goes on.
     """
 
     program: Compiles
@@ -107,6 +109,7 @@ class Job(Task):
     report: RunReport = field(default_factory=RunReport)
     over_budget: bool = False
     changed: str = ""
+    importing: Import | None = None
 
     @property
     def key(self) -> tuple[object, ...]:

@@ -119,19 +119,23 @@ class CompileQueue:
             self._queue.put(task)  # last: what was not handed on is not waited for
         return task
 
-    def import_for(self, backend: Backend) -> None:
-        """Have the thread import what a backend needs, once, and wait for that: no handler of a signal breaks it off.
+    def import_for(self, backend: Backend) -> BaseException | None:
+        """Have the thread import what a backend needs, once, and wait for that: a signal's handler that raises does so
+        after it. Return the error of the import.
 
         Raises:
-            Exception: any error of the import.
+            RuntimeError: no thread can be started.
         """
         if backend.name in self._imported:
-            return
-        task = self._put(Import(backend))
-        if task is not None:
+            return None
+        task: Task | None = self._put(Import(backend))
+        if task is None:
+            return None
+        try:
             task.wait()
-            if task.error is not None:
-                raise task.error
+        finally:
+            task.wait()
+        return task.error
 
     def import_here(self, backend: Backend) -> None:
         """Import what a backend needs, in the thread."""
@@ -214,6 +218,8 @@ class CompileQueue:
                     task.ended(task, seconds)
             finally:
                 self._jobs.pop(task.key, None)
+                if isinstance(task, Job):
+                    task.slots.clear()  # an error's traceback may hold the job until gc runs
                 task.ring()
 
 
@@ -274,29 +280,33 @@ class _OtherStateError(BaseException):
 def _compile(job: Job) -> float:
     """Return the seconds of lowering and compiling."""
     compiler, device, report = job.program.region_compiler, job.program.tape.cuda_device, job.report
-    context = RunContext(report, left=lambda: job.until - time.perf_counter())
+    context, beside = RunContext(report, left=lambda: job.until - time.perf_counter()), job.owner is None
 
-    def compile_beside(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Made:
-        made = compile_elsewhere(job.ambient_state, backend, graph_module, examples)
-        _check_state(job)  # as it was lowered, or compiled here
+    def compile(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Made:
+        if beside:
+            made = compile_elsewhere(job.ambient_state, backend, graph_module, examples)
+        else:
+            made = compile_here(backend, graph_module, examples)
+        _check_state(job)  # whoever waited may wait no more, and other threads never did
         return made
 
     try:
         _use_threads(dict(job.ambient_state)["threads"])
         _check_state(job)
         _set_autocast(job.autocast)  # a marked hook may ask for it
-        compiles_beside(job.owner is None)
+        compiles_beside(beside)
         with torch.no_grad(), contextlib.nullcontext() if device is None else torch.cuda.device(device):
             if compiler.find(job.step, job.slots)[0]:  # a step of another session has compiled it meanwhile
                 return 0.0
             if not compiler.load(job.step, job.slots, context) and job.may_compile:
                 if not QUEUE.has_imported(compiler.backend):
                     with report.timed("load"):
-                        QUEUE.import_here(compiler.backend)
+                        _import_in(job)
                 if context.left() <= 0.0:
                     raise OverBudgetError
-                how = compile_beside if job.owner is None else compile_here
-                compiler.compile_region(job.step, job.slots, context, how)
+                if not beside:
+                    compiler.backend.prepare()
+                compiler.compile_region(job.step, job.slots, context, compile)
     except _OtherStateError:
         pass
     except ProcessEndsError:
@@ -321,6 +331,17 @@ def _compile(job: Job) -> float:
             warn_of(failure)
         compiler.finished.append(report)
     return sum(report.seconds.get(stage, 0.0) for stage in ("lower", "compile"))
+
+
+def _import_in(job: Job) -> None:
+    """Import what the backend of a job needs. A step that waits for the job waits for that, even if interrupted."""
+    backend = job.program.region_compiler.backend
+    job.importing = importing = Import(backend)
+    try:
+        QUEUE.import_here(backend)
+    finally:
+        job.importing = None
+        importing.ring()
 
 
 def _fail(job: Job, error: BaseException) -> None:

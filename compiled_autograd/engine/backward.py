@@ -43,9 +43,9 @@ def run(session: Session, call: Call) -> Any:
     record = watched(call) if LEDGER.watched and not call.create_graph else None
     if record is not None:
         reason = next_action(record, None).reason
+        if reason is not None and settings.on_miss == "raise":
+            return _left_if_no_miss(session, call, record, reason)
         if reason is not None:
-            if settings.on_miss == "raise":  # that eager is faster is no reason to let a miss pass
-                reason = decide(call, settings) or reason
             return _left_to_eager(session, call, record, reason)
     here.skip_none()
     account = Account(session, settings)
@@ -124,6 +124,19 @@ def _left_to_eager(session: Session, call: Call, record: Record, reason: Bypass)
             here.skip_none()
         if here.unseen == 1:
             NATIVE_HITS.skip_looks(session.settings)
+
+
+def _left_if_no_miss(session: Session, call: Call, record: Record, reason: Bypass) -> Any:
+    """As :func:`_left_to_eager`, for ``on_miss="raise"``: that eager is faster is no reason to let a miss pass."""
+    account = Account(session, session.settings)
+    try:
+        other = decide(call, session.settings)
+        if other is not None:
+            return _refused(call, account, Refused(other))
+    except BaseException as error:
+        interrupted(session, account.started, error, account)
+        raise
+    return _left_to_eager(session, call, record, reason)
 
 
 def _handed_over(call: Call, account: Account, looked: HandedOver | None = None) -> HandedOver | RanInside | Refused:

@@ -315,6 +315,9 @@ def _submit(run: RunAccount, ambient_state: Ambient, program: Program, step: Reg
         run.report.over_budget = True
         return
 
+    backend = program.region_compiler.backend
+    if QUEUE.busy and not QUEUE.has_imported(backend):  # it would wait for what is being compiled: a later step asks
+        return
     record = record_of(run.call)
 
     def ended(job: Job | None, seconds: float) -> None:
@@ -326,16 +329,22 @@ def _submit(run: RunAccount, ambient_state: Ambient, program: Program, step: Reg
     will_end = False
     try:
         LEDGER.begins(record, variant, ended)
-        if not QUEUE.has_imported(program.region_compiler.backend):
+        if not QUEUE.has_imported(backend):
             with run.report.timed("load"):
-                QUEUE.import_for(program.region_compiler.backend)
+                error = QUEUE.import_for(backend)
+            if error is not None and WORKER.ended:  # Python is about to end, and imports no more
+                return
+            if error is not None:  # the next step would find the same
+                run.report.failures.append(failure_of("compile", backend.name, step.region, error))
+                step.add(program.region_compiler.kind(step, slots), [None])
+                return
         job = QUEUE.submit(program, step, slots, ambient_state, ended=ended)
         will_end = job is not None and job.ended is ended
     except Exception as error:  # noqa: BLE001  a later step tries again
         raise_what_a_handler_raised(error)
-        if WORKER.ended:  # Python is about to end, and imports no more
+        if WORKER.ended:
             return
-        run.report.failures.append(failure_of("submit", program.region_compiler.backend.name, step.region, error))
+        run.report.failures.append(failure_of("submit", backend.name, step.region, error))
     finally:
         if not will_end:
             ended(None, 0.0)

@@ -139,7 +139,7 @@ class RegionCompiler:
     # ---- compiling -------------------------------------------------------------------------------------------------
 
     def compile_region(
-        self, step: RegionStep, slots: Slots, context: RunContext, compile: Compile = compile_here
+        self, step: RegionStep, slots: Slots, context: RunContext, compile: Compile
     ) -> CompiledRegion | None:
         """Compile a region for the values in hand. None: the backend failed.
 
@@ -309,8 +309,6 @@ class RegionCompiler:
         stage = "lower"
         try:
             with context.report.timed("lower"), RARELY:
-                if compile is compile_here:
-                    self.backend.prepare()
                 lowered = lower(step, slots, self.backend, specs, context.left())
                 if self.passes:
                     about = (lowered.examples, step, lowered.wiring, self.leaf_name)

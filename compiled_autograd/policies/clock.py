@@ -13,12 +13,15 @@ from torch import distributed
 
 def now() -> float:
     """Return seconds on the clock of trials. This is the processor time of the thread if it computes alone, so that
-    other programs do not matter; else wall time. Backwards that wait for other ranks use wall time.
+    other programs do not matter; else wall time, as for backwards that wait for other ranks or for a GPU, for which
+    the engine has threads of its own.
 
     CUDA is synchronised first: else only the launch would be timed.
     """
     wait_for_devices()
-    alone = torch.get_num_threads() == 1 and not (distributed.is_available() and distributed.is_initialized())
+    alone = torch.get_num_threads() == 1 and not torch.cuda.is_initialized()
+    if alone and distributed.is_available():
+        alone = not distributed.is_initialized()
     return time.thread_time() if alone else time.perf_counter()
 
 

@@ -221,12 +221,12 @@ class Program:
         Raises:
             UntraceableError: some of its calls cannot be traced.
         """
-        if why_not_compile() is not None:  # nor load, which may import what was being imported
+        # Nor load, which may import what was being imported. The compile may wait for a thread that writes leaves.
+        if why_not_compile() is not None or LEAF_WRITES.writes_here():
             return False, None
         found, compiled = False, None
         compiles = context.may_compile and context.submit is None
-        # A step that does not wait waits for no other's compile; nor one that writes leaves, for which that may wait.
-        may_wait = not QUEUE.busy or not (context.submit is not None or LEAF_WRITES.writes_here())
+        may_wait = not QUEUE.busy or context.submit is None  # a step that does not wait waits for no other's compile
         if may_wait and (compiles or self.region_compiler.may_load(step)):
             job = None
             try:
@@ -269,10 +269,14 @@ class Program:
             with shown:
                 job.wait()
         except BaseException:
-            if is_owner:
-                job.owner = None
-                if job.is_over:
-                    self.region_compiler.finished.append(job.report)
+            try:
+                if job.importing is not None:  # else the program's next line may import half of a module
+                    job.importing.wait()
+            finally:
+                if is_owner:
+                    job.owner = None
+                    if job.is_over:
+                        self.region_compiler.finished.append(job.report)
             raise
         if not is_owner:
             if job.report.loads and not job.report.compiles:  # a hit, as for the owner

@@ -179,3 +179,24 @@ def test_threads_lose_no_count(fallbacks: list[int]) -> None:
 
     assert in_threads(*[work] * 4) == [200] * 4
     _is_as_ever()
+
+
+def test_backwards_left_to_eager_by_their_arguments_are_skipped_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, decide = [], module_of_engine.by_arguments
+    monkeypatch.setattr(module_of_engine, "by_arguments", lambda *given: asked.append(1) or decide(*given))
+    leaf = LEAF.clone().requires_grad_()
+    with ca.enable(backend="eager", cache_dir=False, tune=False) as session:
+        for _ in range(5):
+            _loss(leaf.exp()).backward()
+        for _ in range(500):
+            inside = leaf.exp()
+            assert_same(torch.autograd.grad(_loss(inside), inside), [2 * LEAF.exp()])
+        left = session.stats().bypasses
+        outcomes = []
+        for _ in range(70):
+            leaf.grad = None
+            _loss(leaf.exp()).backward()
+            assert_same([leaf.grad], [2 * (2 * LEAF).exp()], bitwise=False)
+            outcomes.append(session.last.outcome if session.last else "")
+    assert left == {"intermediate_input": 500} and len(asked) < 40
+    assert "hit" in outcomes and set(outcomes[outcomes.index("hit") :]) == {"hit"}

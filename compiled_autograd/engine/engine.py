@@ -20,6 +20,7 @@ from ..cache.graphs import USES
 from ..diagnostics.bypass import CREATE_GRAPH, DEEP, MAX_NESTED
 from ..diagnostics.structured_trace import is_on
 from ..native.interface import FastPath, Module
+from ..policies.decision import Record
 from ..policies.own_loop import OWN_LOOPS
 from ..runtime.running_backward import Running
 from ..shadow_cache import Bypass, default_dir
@@ -108,6 +109,8 @@ class Engine(_ImperativeEngine):
                         left.timed, left.last, left.seconds = left.count, seconds, left.seconds + seconds
                 else:
                     _left(session, verdict, perf_counter() - started if started else None)
+                if started and session.looks_away and not (create_graph or deep):
+                    _skip_some(here, session, verdict, perf_counter() - started)
         return backward.run(session, Call(*arguments, number=session.number))
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
@@ -122,6 +125,17 @@ class Engine(_ImperativeEngine):
         """Return whether reentrant checkpointing may run its own backward now."""
         state = running()
         return super().is_checkpoint_valid() if state is None else state.checkpoint_valid
+
+
+def _skip_some(here: Here, session: Session, verdict: Bypass, seconds: float) -> None:
+    """Have no arguments asked for the next backwards, after many that were left to eager by theirs."""
+    record = here.record
+    if record.key is not None or record.reason is not verdict:
+        record = Record(None)  # in the ledger there is none for arguments
+        record.reason = verdict
+    here.leave(record, verdict, session.number, False, seconds)
+    if here.unseen == 1:
+        backward.NATIVE_HITS.skip_looks(session.settings)
 
 
 def _no_buffers(state: Running, ctx: Any) -> tuple[None, ...]:

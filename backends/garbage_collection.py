@@ -13,7 +13,7 @@ import threading
 
 RARE_THRESHOLDS = (200_003, 20, 100)
 """Thresholds of ``gc.set_threshold``: the number of new objects before the young generation is searched, and the
-numbers of such searches before the older ones are. It is no round number, so that nobody else sets the same."""
+numbers of such searches before the older ones are. It is no round number, so that no user sets the same."""
 _YOUNG, _ALL = 1, 2
 """The oldest generation that is searched. Those up to the first were not yet searched twice."""
 _MANY_BLOCKS = 4_000_000
@@ -57,7 +57,7 @@ class _Rarely:
         try:
             for _ in range(min(times, self.entered.count(me))):
                 self.entered.remove(me)
-        except ValueError:  # what ran in the midst of this has left all
+        except ValueError:  # code that ran in the midst of this left all entries
             pass
         finally:
             if not self.entered:

@@ -97,20 +97,7 @@ class Engine(_ImperativeEngine):
         if verdict is None and deep and session.settings.on_unsupported != "raise":  # not much of the stack is left
             verdict, started = DEEP, perf_counter()
         if verdict is not None:
-            run = _runner(here, session) if accumulate_grad and not started else on_eager
-            try:
-                return run(here, *arguments)
-            finally:
-                left = session.left
-                if left is not None and left.verdict is verdict and (left.count % _TOLD or not started):
-                    left.count += 1
-                    if started:
-                        seconds = perf_counter() - started
-                        left.timed, left.last, left.seconds = left.count, seconds, left.seconds + seconds
-                else:
-                    _left(session, verdict, perf_counter() - started if started else None)
-                if started and session.looks_away and not (create_graph or deep):
-                    _skip_some(here, session, verdict, perf_counter() - started)
+            return _left_at_once(here, session, verdict, started, arguments)
         return backward.run(session, Call(*arguments, number=session.number))
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
@@ -125,6 +112,29 @@ class Engine(_ImperativeEngine):
         """Return whether reentrant checkpointing may run its own backward now."""
         state = running()
         return super().is_checkpoint_valid() if state is None else state.checkpoint_valid
+
+
+def _left_at_once(here: Here, session: Session, verdict: Bypass, started: float, arguments: tuple[Any, ...]) -> Any:
+    """Run a backward on eager without a look at its tape.
+
+    Args:
+        started: the time of the decision; 0 if the backward is skipped, and the own loop may run it.
+        arguments: those of ``run_backward``.
+    """
+    run = _runner(here, session) if arguments[-1] and not started else on_eager
+    try:
+        return run(here, *arguments)
+    finally:
+        left = session.left
+        if left is not None and left.verdict is verdict and (left.count % _TOLD or not started):
+            left.count += 1
+            if started:
+                seconds = perf_counter() - started
+                left.timed, left.last, left.seconds = left.count, seconds, left.seconds + seconds
+        else:
+            _left(session, verdict, perf_counter() - started if started else None)
+        if started and session.looks_away and not (verdict is CREATE_GRAPH or verdict is DEEP):
+            _skip_some(here, session, verdict, perf_counter() - started)
 
 
 def _skip_some(here: Here, session: Session, verdict: Bypass, seconds: float) -> None:

@@ -221,7 +221,8 @@ class Program:
         Raises:
             UntraceableError: some of its calls cannot be traced.
         """
-        # Nor load, which may import what was being imported. The compile may wait for a thread that writes leaves.
+        # A load is refused too: it may import a module that the compile imports. And a compile may wait for a thread
+        # that writes leaves.
         if why_not_compile() is not None or LEAF_WRITES.writes_here():
             return False, None
         found, compiled = False, None

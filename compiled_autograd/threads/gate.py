@@ -62,8 +62,8 @@ class Gate:
         self._unseen = in_backward()
 
     def enter_eager(self, me: int) -> None:
-        """Wait until no other thread has the seam. ``me`` is the calling thread, which is among :attr:`idents`, and is
-        not while it waits, so that no other thread bypasses because of it.
+        """Wait until no other thread has the seam. ``me`` is the calling thread. It is among :attr:`idents`, but not
+        while it waits, so that no other thread bypasses because of it.
 
         It appended itself before it looked at :attr:`line`. A capturing thread joins the line before it looks who is in
         the engine. So at least one of two sees the other.
@@ -93,8 +93,7 @@ class Gate:
         return bool(self.idents or self.in_call) and _others_in([*self.idents, *self.in_call])
 
     def why_not_walk(self) -> Bypass | None:
-        """Return why the calling thread, which has the seam and is in the line, may have no tape walked; None if it
-        may."""
+        """Return why no tape may be walked for the calling thread, though it has the seam and is in the line."""
         if self._lost:
             return FORKED
         if self.in_call and get_ident() in [*self.in_call]:

@@ -78,7 +78,7 @@ class Counted {
   PyObject *idents_, *ident_;
 };
 
-// As `Session.left_to_eager` does, which is called for the first of a row.
+// As `Session.left_to_eager`. It is called for the first of a row.
 void count(PyObject* session, PyObject* verdict) {
   PyObject *left = slots().left.get(session), *count = left ? slots().count.get(left) : nullptr;
   if (count && slots().verdict_left.get(left) == verdict)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +14,7 @@ from torch.autograd import Variable
 
 import compiled_autograd as ca
 from compiled_autograd.engine import engine as module_of_engine
+from compiled_autograd.engine import here as module_of_here
 from compiled_autograd.engine.engine import Engine
 from compiled_autograd.engine.session import Session, thread
 from compiled_autograd.policies.decision import Record
@@ -200,3 +203,78 @@ def test_backwards_left_to_eager_by_their_arguments_are_skipped_too(monkeypatch:
             outcomes.append(session.last.outcome if session.last else "")
     assert left == {"intermediate_input": 500} and len(asked) < 40
     assert "hit" in outcomes and set(outcomes[outcomes.index("hit") :]) == {"hit"}
+
+
+LOSSES: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    _loss,
+    lambda leaf: leaf.exp().sum(),
+    lambda leaf: leaf.tanh().cos().sum(),
+]
+
+
+def _one_of(chance: random.Random, session: Any) -> tuple[Any, ...]:
+    """What a backward of a random kind gives, what the session says of it, and how many are skipped after it."""
+    leaf, loss, kind = LEAF.clone().requires_grad_(), chance.choice(LOSSES), chance.randrange(6)
+    found: Any = None
+    if kind == 5:
+        leaf.register_hook(lambda grad: 1 / 0)
+    inside = leaf * 1.0
+    with session, contextlib.suppress(ZeroDivisionError):
+        if kind == 1:
+            found = torch.autograd.grad(loss(inside), leaf)
+        elif kind == 2:
+            found = torch.autograd.grad(loss(inside), inside)
+        elif kind == 3:
+            found = torch.autograd.grad(loss(inside), leaf, create_graph=True)
+        else:
+            loss(inside).backward(retain_graph=kind == 4)
+    values = [leaf.grad, *(found or ())]
+    last = session.last if isinstance(session, Session) else None
+    told = None if last is None else (last.outcome, [reason.kind for reason in last.reasons])
+    return [None if each is None else each.tolist() for each in values], told, thread.here.unseen, GATE.idle()
+
+
+def _program(seed: int) -> list[Any]:
+    """Backwards in rows, in sessions that compile, that may not, and without one."""
+    ca.reset()
+    thread.here.skip_none()
+    chance, given = random.Random(seed), {"backend": "eager", "cache_dir": False, "tune": False, "on_miss": "compile"}
+    sessions: list[Any] = [ca.enable(**given), ca.enable(**given, compile_budget=0.0), ca.disable()]
+    found: list[Any] = []
+    for _ in range(12):
+        session, row = chance.choice(sessions), random.Random(chance.random())
+        alike = chance.random() < 0.7
+        state = row.getstate()
+        for _ in range(chance.randrange(1, 25)):
+            if alike:
+                row.setstate(state)
+            found.append(_one_of(row, session))
+    return [*found, *(each.stats().bypasses for each in sessions[:2])]
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))])
+def test_programs_of_all_kinds(seed: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways skip the same backwards, and give and count the same."""
+    ca.enable()
+    monkeypatch.setattr(module_of_here, "skips", lambda streak, seconds: min(4, max(0, streak - 2)))
+    engine: Any = Variable._execution_engine
+    module = library_of(request.config).module()
+    assert module is not None
+    programs = []
+    for way in (None, module):
+        handed_on: list[int] = []
+
+        def fallback(*args: Any, handed_on: list[int] = handed_on, **named: Any) -> Any:
+            handed_on.append(1)
+            return Engine.run_backward(engine, *args, **named)
+
+        run = fallback if way is None else module_of_engine._fast_path(fallback, way)
+        monkeypatch.setitem(engine.__dict__, "run_backward", run)
+        torch.use_deterministic_algorithms(True)  # so that no clock decides
+        try:
+            programs.append((_program(seed), len(handed_on)))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    (in_python, all_of_them), (in_cpp, handed_on_of_cpp) = programs
+    assert in_python == in_cpp and handed_on_of_cpp < all_of_them
+    ca.reset()

@@ -14,7 +14,7 @@ from compiled_autograd.diagnostics.bypass import COMPILING, NOT_YET, OVER_BUDGET
 from compiled_autograd.policies import clock as clock_of_trials
 from compiled_autograd.policies import ledger
 from compiled_autograd.policies.clock import row_of
-from compiled_autograd.policies.decision import Action, Backoff, Balance, Decision, Record, State, next_action
+from compiled_autograd.policies.decision import Action, Backoff, Balance, Decision, Record, State, next_action, skips
 from compiled_autograd.policies.ledger import MOST_SAMPLES, REST, ROWS, SAMPLES, TIMED, Ledger
 from compiled_autograd.settings import Settings, resolve
 from shadow_cache import Bypass
@@ -441,3 +441,13 @@ def test_a_trial_that_waits_for_a_gpu_uses_wall_time(
     for name in ("thread_time", "perf_counter"):
         monkeypatch.setattr(clock_of_trials.time, name, lambda name=name: name)
     assert clock_of_trials.now() == clock
+
+
+def test_looks_get_rare_where_they_cost_most() -> None:
+    assert [skips(streak, 1e-4) for streak in (1, 15, 16, 17, 18, 21, 22, 23, 1000)] == [0, 0, 1, 2, 4, 32, 64, 64, 64]
+    assert [skips(1000, seconds) for seconds in (0.0, 3e-4, 1e-3, 0.02, 0.03)] == [64, 64, 20, 1, 0]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert skips(1000, 0.03) == 64, "no clock decides"
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -27,7 +27,8 @@ def skips(streak: int, seconds: float) -> int:
     """Return how many of the next backwards run on eager without a look at their tape.
 
     After a row of 16 looks that left backwards to eager, it is one; after each further look twice as many, up to 64, or
-    up to 20 ms of backwards. So a look is seldom where it costs most, and tapes that take long are always looked at.
+    up to 20 ms of backwards (not under deterministic algorithms). So looks are rare where they cost most, and tapes
+    that take long are always looked at.
 
     Args:
         streak: the number of looks in a row that left a backward to eager.
@@ -36,7 +37,9 @@ def skips(streak: int, seconds: float) -> int:
     if streak < ALIKE_BEFORE_A_SKIP:
         return 0
     most = min(MOST_SKIPPED, 1 << min(streak - ALIKE_BEFORE_A_SKIP, MOST_SKIPPED))
-    return most if most * seconds <= MOST_SECONDS_SKIPPED else int(MOST_SECONDS_SKIPPED / seconds)
+    if most * seconds <= MOST_SECONDS_SKIPPED or not by_clock():
+        return most
+    return int(MOST_SECONDS_SKIPPED / seconds)
 
 
 class State(enum.Enum):

@@ -271,8 +271,9 @@ class Program:
                 job.wait()
         except BaseException:
             try:
-                if job.importing is not None:  # else the program's next line may import half of a module
-                    job.importing.wait()
+                importing = job.importing
+                if importing is not None:  # else the program's next line may import half of a module
+                    importing.wait()
             finally:
                 if is_owner:
                     job.owner = None

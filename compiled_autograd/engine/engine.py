@@ -44,7 +44,7 @@ from .session import BYPASS, Here, Outcome, Session, thread
 from .traced import trace
 
 _TOLD = 64
-"""Sampling interval, in backwards that are left to eager by their arguments: one in 64 checks whether the log is on."""
+"""Sampling interval, in backwards with ``create_graph``: one in 64 checks whether the log is on."""
 
 
 class Engine(_ImperativeEngine):
@@ -125,24 +125,24 @@ def _left_at_once(here: Here, session: Session, verdict: Bypass, started: float,
     try:
         return run(here, *arguments)
     finally:
-        left = session.left
-        if left is not None and left.verdict is verdict and (left.count % _TOLD or not started):
+        left, skips = session.left, started and session.looks_away and not (verdict is CREATE_GRAPH or verdict is DEEP)
+        if left is not None and left.verdict is verdict and not (skips or (started and left.count % _TOLD == 0)):
             left.count += 1
             if started:
                 seconds = perf_counter() - started
                 left.timed, left.last, left.seconds = left.count, seconds, left.seconds + seconds
         else:
             _left(session, verdict, perf_counter() - started if started else None)
-        if started and session.looks_away and not (verdict is CREATE_GRAPH or verdict is DEEP):
+        if skips:
             _skip_some(here, session, verdict, perf_counter() - started)
 
 
 def _skip_some(here: Here, session: Session, verdict: Bypass, seconds: float) -> None:
-    """Have no arguments asked for the next backwards, after many that were left to eager by theirs."""
+    """Have no arguments asked for the next backwards, after many that were left to eager by the same."""
     record = here.record
     if record.key is not None or record.reason is not verdict:
         record = Record(None)  # in the ledger there is none for arguments
-        record.reason = verdict
+        record.reason, here.streak = verdict, 0
     here.leave(record, verdict, session.number, False, seconds)
     if here.unseen == 1:
         backward.NATIVE_HITS.skip_looks(session.settings)

@@ -38,10 +38,8 @@ class _Rarely:
     def __enter__(self) -> None:
         self.entered.append(threading.get_ident())
         now = gc.get_threshold()
-        if now == self._set:  # another entry has set it
-            return
-        self._before = now
-        if now[0] > 0:  # else the user has turned it off
+        if now != self._set and now[0] > 0:  # else another entry has set it, or the user has turned it off
+            self._before = now
             self._set = tuple(max(pair) for pair in zip(RARE_THRESHOLDS, now, strict=True))
             gc.set_threshold(*self._set)
 
@@ -72,8 +70,7 @@ class _Rarely:
         thousands of objects behind, whose search takes as long as many steps. After that Python would search all that
         lives, since so much was added; that is done too, unless a lot lives.
         """
-        before = self._before if self.entered else gc.get_threshold()
-        if gc.isenabled() and before[0] > 0:
+        if gc.isenabled() and gc.get_threshold()[0] > 0:
             gc.collect(_YOUNG if sys.getallocatedblocks() > _MANY_BLOCKS else _ALL)
 
     def reset_after_fork(self) -> None:

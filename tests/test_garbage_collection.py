@@ -113,3 +113,14 @@ def test_after_a_capture_that_was_refused() -> None:
         torch.nested.to_padded_tensor(nested * 2, 0.0).sum().backward()
     assert session.stats().captures == 0
     assert sum(session.stats().bypasses.values()) == 1
+
+
+def test_a_user_who_turns_it_off_meanwhile_and_on_again() -> None:
+    before = gc.get_threshold()
+    with RARELY:
+        found = gc.get_threshold()
+        gc.set_threshold(0)
+        with RARELY:
+            assert gc.get_threshold()[0] == 0
+        gc.set_threshold(*found)
+    assert gc.get_threshold() == before

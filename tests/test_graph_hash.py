@@ -515,7 +515,12 @@ def test_a_graph_of_a_text_changes_nothing_for_other_threads(monkeypatch: pytest
 
     def calls(x: torch.Tensor, weight: torch.Tensor) -> Any:
         half = torch.tensor([0.5, 0.25])
-        return x.sin() @ weight, (half * weight.sum(0)[1:]).to(torch.float64), weight * x.shape[0] / math.inf
+        zeros = torch.full((3, 3), 0.0, dtype=torch.float32)
+        return (
+            torch.where(torch.arange(3) > 1, x.sin() @ weight, zeros),
+            (half * weight.sum(0)[1:]).to(torch.float64),
+            weight * x.shape[0] / math.inf,
+        )
 
     given = torch.randn(3, 4), torch.randn(4, 3)
     made = make_fx(calls)(*given)

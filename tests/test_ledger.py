@@ -444,10 +444,22 @@ def test_a_trial_that_waits_for_a_gpu_uses_wall_time(
 
 
 def test_looks_get_rare_where_they_cost_most() -> None:
-    assert [skips(streak, 1e-4) for streak in (1, 15, 16, 17, 18, 21, 22, 23, 1000)] == [0, 0, 1, 2, 4, 32, 64, 64, 64]
-    assert [skips(1000, seconds) for seconds in (0.0, 3e-4, 1e-3, 0.02, 0.03)] == [64, 64, 20, 1, 0]
+    assert [skips(streak, 1e-4) for streak in (1, 15, 16, 18, 20, 63, 64, 72, 127)] == [0, 0, 0, 2, 14, 57, 64, 63, 57]
+    assert [skips(64, seconds) for seconds in (0.0, 3e-4, 1e-3, 0.02, 0.03)] == [64, 64, 20, 1, 0]
     torch.use_deterministic_algorithms(True)
     try:
-        assert skips(1000, 0.03) == 64, "no clock decides"
+        assert skips(64, 0.03) == 64, "no clock decides"
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("backwards_in_a_step", range(2, 14))
+@pytest.mark.parametrize("seconds", [1e-4, 4e-4, 1e-3])
+def test_looks_keep_in_step_with_no_training(backwards_in_a_step: int, seconds: float) -> None:
+    """A large backward after many small ones is looked at too."""
+    position, seen = 0, set[int]()
+    for streak in range(2000):
+        if streak > 100:
+            seen.add(position % backwards_in_a_step)
+        position += 1 + skips(streak, seconds)
+    assert len(seen) == backwards_in_a_step

@@ -278,3 +278,53 @@ def test_programs_of_all_kinds(seed: int, request: pytest.FixtureRequest, monkey
     (in_python, all_of_them), (in_cpp, handed_on_of_cpp) = programs
     assert in_python == in_cpp and handed_on_of_cpp < all_of_them
     ca.reset()
+
+
+def test_an_interrupt_while_a_backward_that_raised_is_counted(
+    fallbacks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interrupt is raised: it is not lost for the backward's own error."""
+
+    def hook(grad: torch.Tensor) -> None:
+        raise ValueError("of the user")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    leaf = LEAF.clone().requires_grad_()
+    leaf.register_hook(hook)
+    monkeypatch.setattr(Session, "left_to_eager", interrupt)
+    with _session(1), pytest.raises(KeyboardInterrupt):
+        _loss(leaf).backward()
+    _is_as_ever()
+
+
+def test_a_first_backward_of_a_thread_waits_for_a_walk_that_begins_in_it(
+    fallbacks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Making the thread's state runs Python, so that another thread may begin a walk."""
+    state, walking, ended = type(thread).__dict__["here"], threading.Event(), threading.Event()
+    make = state._make
+
+    def walk() -> None:
+        GATE.line.append(-1)
+        with GATE.lock:
+            walking.set()
+            ended.wait(0.3)
+            GATE.line.remove(-1)
+
+    def makes() -> Any:
+        threading.Thread(target=walk, daemon=True).start()
+        assert walking.wait(60)
+        return make()
+
+    monkeypatch.setattr(state, "_make", makes)
+
+    def first() -> bool:
+        leaf = LEAF.clone().requires_grad_()
+        seen = []
+        leaf.register_hook(lambda grad: seen.append(list(GATE.line)))
+        _loss(leaf).backward()
+        return seen == [[]]
+
+    assert in_threads(first) == [True]

@@ -182,6 +182,9 @@ class CompileQueue:
         COMPILER.thread = 0
         COMPILER.is_broken |= bool(jobs)
         for job in jobs:
+            importing = job.importing if isinstance(job, Job) else None
+            if importing is not None:
+                importing.ring()
             job.ring()
 
     def _work(self) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import _get_qualified_name
+from torch.overrides import TorchFunctionMode
 
 from ..backends.protocol import Backend, Compiled, another
 from ..process_state import PROCESS, WeaklyReferred, free_in_child
@@ -143,11 +145,23 @@ def graph_of(code: str) -> fx.GraphModule:
     for constant in sorted(set(re.findall(r"\bself\.(\w+)", code))):
         module.register_buffer(constant, torch.empty(0))
     names = forward.__code__.co_varnames[1 : forward.__code__.co_argcount]
-    with torch._C._EnableTorchFunction():  # off in the backward of a loss of a subclass
+    with torch._C._EnableTorchFunction(), _Recording(tracer):  # it is off in the backward of a loss of a subclass
         given = [fx.Proxy(graph.placeholder(name), tracer) for name in names]
         results = forward(_Constants(graph, tracer), *given)
     graph.output(tracer.create_arg(results))
     return fx.GraphModule(module, graph)
+
+
+class _Recording(TorchFunctionMode):
+    """Has calls of operators added to a graph, also those whose arguments are no proxies, as of ``aten.full``."""
+
+    def __init__(self, tracer: fx.proxy.GraphAppendingTracer) -> None:
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, OpOverload):
+            return self._tracer.create_proxy("call_function", func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(slots=True)

@@ -28,7 +28,8 @@ def skips(streak: int, seconds: float) -> int:
 
     After a row of 16 looks that left backwards to eager, it is one; after each further look twice as many, up to 64, or
     up to 20 ms of backwards (not under deterministic algorithms). So looks are rare where they cost most, and tapes
-    that take long are always looked at.
+    that take long are always looked at. From eight looks to the next eight the number changes by one, so that looks do
+    not keep in step with a training that has several backwards in each step.
 
     Args:
         streak: the number of looks in a row that left a backward to eager.
@@ -37,9 +38,9 @@ def skips(streak: int, seconds: float) -> int:
     if streak < ALIKE_BEFORE_A_SKIP:
         return 0
     most = min(MOST_SKIPPED, 1 << min(streak - ALIKE_BEFORE_A_SKIP, MOST_SKIPPED))
-    if most * seconds <= MOST_SECONDS_SKIPPED or not by_clock():
-        return most
-    return int(MOST_SECONDS_SKIPPED / seconds)
+    if most * seconds > MOST_SECONDS_SKIPPED and by_clock():
+        most = int(MOST_SECONDS_SKIPPED / seconds)
+    return max(0, most - streak // 8 % 8)
 
 
 class State(enum.Enum):

@@ -26,13 +26,12 @@ from threading import RLock, local
 from typing import Any
 
 from ..diagnostics.bypass import FORKED, INSIDE_ENGINE_CALL, OTHER_THREAD
-from ..process_state import PROCESS, free
+from ..process_state import PROCESS, OfThread, free
 from ..shadow_cache import Bypass
 
 
 class _Forking(local):
-    def __init__(self) -> None:
-        self.held: list[bool] = []  # one for each fork of the calling thread that has the lock
+    held = OfThread(list[bool])  # one for each fork of the calling thread that has the lock
 
 
 class Gate:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import RLock, get_ident
 
-from ..process_state import PROCESS
+from ..process_state import PROCESS, free
 from .gate import GATE
 
 
@@ -73,10 +73,9 @@ class LeafWrites:
         return bool(self.writing) and get_ident() in [*self.writing]
 
     def reset_after_fork(self) -> None:
-        """Reset in a forked child, where only the calling thread exists, and the lock may be in any state. If that
-        thread has it, it releases the old one."""
+        """Reset in a forked child, where only the calling thread exists, and the lock may be in any state."""
         me = get_ident()
-        self._lock = RLock()
+        free(self._lock)
         self.writing[:] = [each for each in self.writing if each == me]
         self._through_nodes[:] = [each for each in self._through_nodes if each == me]
 

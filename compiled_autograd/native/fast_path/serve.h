@@ -37,6 +37,10 @@ class ErrorKept {
   ~ErrorKept() {
     if (type_) PyErr_Restore(type_, value_, traceback_);
   }
+  void drop() {
+    const Owned type(type_), value(value_), traceback(traceback_);
+    type_ = value_ = traceback_ = nullptr;
+  }
   PyObject* value() {
     PyErr_NormalizeException(&type_, &value_, &traceback_);
     return value_ ? value_ : Py_None;

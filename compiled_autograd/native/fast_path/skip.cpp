@@ -97,9 +97,9 @@ bool accumulates(PyObject* all, PyObject* by_name) {
 
 std::optional<Skip> skip_of(const FastPathState& path, PyObject* all, PyObject* by_name) {
   if (PyTuple_GET_SIZE(all) < 4 || PyTuple_GET_ITEM(all, 3) != Py_False) return std::nullopt;  // `create_graph`
-  if (PyList_GET_SIZE(path.writing) || PyList_GET_SIZE(path.line)) return std::nullopt;
   Slots& of = slots();
-  Skip skip{attribute(path.thread, names().here)};
+  Skip skip{attribute(path.thread, names().here)};  // this may run code of Python's, in which other threads run
+  if (PyList_GET_SIZE(path.writing) || PyList_GET_SIZE(path.line)) return std::nullopt;
   PyObject* here = skip.here.get();
   PyObject *stack = of.stack.get(here), *unseen = of.unseen.get(here), *record = of.record.get(here);
   if (!stack || !PyList_Check(stack) || !of.ident.get(here) || !of.running.get(here)) return std::nullopt;
@@ -124,10 +124,17 @@ PyObject* run_on_eager(const FastPathState& path, const Skip& skip, PyObject* al
   std::optional<Counted> counted(std::in_place, path.idents, ident.get());
   slots().running.set(here, Owned(Py_NewRef(Py_None)));
   Owned result(PyObject_Call(path.run, all, by_name));
-  const ErrorKept error;
+  ErrorKept error;
   slots().running.set(here, std::move(outer));
   counted.reset();
-  if (skip.session) count(skip.session.get(), skip.verdict.get());
+  if (skip.session) {
+    try {
+      count(skip.session.get(), skip.verdict.get());
+    } catch (const PythonError&) {  // Ctrl-C, for example
+      error.drop();
+      throw;
+    }
+  }
   return result.release();
 }
 

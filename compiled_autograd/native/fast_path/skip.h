@@ -15,7 +15,8 @@ struct Skip {
   Owned session, verdict;  // null for a thread without a session
 };
 
-// Null if Python has to look at it, or another thread has the seam or writes leaves. Throws PythonError.
+// Null if Python has to look at it, or another thread has the seam or writes leaves. Throws PythonError. No other
+// thread may run between this and `run_on_eager`.
 std::optional<Skip> skip_of(const FastPathState& path, PyObject* all, PyObject* by_name);
 
 // What the eager engine gives. The session has counted the backward. Throws PythonError.

@@ -17,17 +17,10 @@ from compiled_autograd.diagnostics import reporting
 from compiled_autograd.diagnostics.bypass import MAX_NESTED
 from compiled_autograd.engine import engine
 from compiled_autograd.engine.fast_path.arming import FastPaths
-from compiled_autograd.engine.session import thread
 
 from .helpers import assert_same, expect
 
 Run = Callable[[], tuple[Tensor, ...]]
-
-
-@pytest.fixture(autouse=True)
-def _skip_none() -> None:
-    """Have none skipped because of an earlier test."""
-    thread.here.skip_none()
 
 
 class Labelled(Tensor):
@@ -240,3 +233,14 @@ def test_it_is_counted_at_once_where_hits_are_served_without_python(monkeypatch:
             run()
         assert session.left is None
     expect(session.stats(), bypasses={"create_graph": 1, "batched_grads": 2, "intermediate_input": 5})
+
+
+def test_a_reset_has_the_next_one_looked_at() -> None:
+    session = ca.enable(backend="eager", cache_dir=False, tune=False)
+    with session:
+        for _ in range(40):
+            _batched()
+        x = _leaf()
+        ca.reset()
+        x.exp().sum().backward()
+    assert session.last is not None and session.last.outcome == "structure_miss"

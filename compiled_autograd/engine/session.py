@@ -359,7 +359,8 @@ class _Thread(threading.local):
     here = OfThread(lambda: Here(_EVERYWHERE))
 
 
-thread = PROCESS.register(_Thread())
+thread = _Thread()
+PROCESS.register(thread, reset=lambda: thread.here.skip_none())
 
 
 def _leave(session: Session | None) -> None:

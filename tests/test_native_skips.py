@@ -16,6 +16,7 @@ import compiled_autograd as ca
 from compiled_autograd.engine import engine as module_of_engine
 from compiled_autograd.engine import here as module_of_here
 from compiled_autograd.engine.engine import Engine
+from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.engine.session import Session, thread
 from compiled_autograd.policies.decision import Record
 from compiled_autograd.shadow_cache import Bypass
@@ -328,3 +329,15 @@ def test_a_first_backward_of_a_thread_waits_for_a_walk_that_begins_in_it(
         return seen == [[]]
 
     assert in_threads(first) == [True]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_extension_runs_them_from_the_first_skip_on(monkeypatch: pytest.MonkeyPatch, inside: bool) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(NativeHits, "skip_looks", lambda self, settings: asked.append(settings))
+    leaf = LEAF.clone().requires_grad_()
+    with ca.enable(backend="eager", cache_dir=False, tune=False, on_miss="compile", compile_budget=0.0) as session:
+        for _ in range(100):
+            between = leaf * 1.0
+            torch.autograd.grad(_loss(between), between if inside else leaf)
+    assert asked == [session.settings] and thread.here.skipped

@@ -13,7 +13,7 @@ from ..diagnostics.bypass import DDP_CPP_REDUCER, reason_of_end
 from ..errors import UnsupportedBackwardError
 from ..native.interface import Taken
 from ..policies.clock import now
-from ..policies.decision import Record, State, next_action
+from ..policies.decision import ALIKE_BEFORE_A_SKIP, Record, State, next_action
 from ..policies.ledger import LEDGER, TIMED
 from ..settings import Settings
 from ..shadow_cache import Bypass
@@ -119,11 +119,17 @@ def _left_to_eager(session: Session, call: Call, record: Record, reason: Bypass)
         session.left_to_eager(reason, seconds)
         LEDGER.ran_on_eager(record, reason, seconds, 1 + here.skipped - here.unseen)
         if session.looks_away and reason is not TIMED:
-            here.leave(record, reason, session.number, session.may_loop, seconds)
+            skip_some(session, record, reason, session.may_loop, seconds)
         else:
             here.skip_none()
-        if here.unseen == 1:
-            NATIVE_HITS.skip_looks(session.settings)
+
+
+def skip_some(session: Session, record: Record, reason: Bypass, may_loop: bool, seconds: float) -> None:
+    """Decide how many backwards are skipped after one that was left to eager: see :meth:`Here.leave`."""
+    here = thread.here
+    here.leave(record, reason, session.number, may_loop, seconds)
+    if here.streak == ALIKE_BEFORE_A_SKIP:
+        NATIVE_HITS.skip_looks(session.settings)
 
 
 def _left_if_no_miss(session: Session, call: Call, record: Record, reason: Bypass) -> Any:

@@ -143,9 +143,7 @@ def _skip_some(here: Here, session: Session, verdict: Bypass, seconds: float) ->
     if record.key is not None or record.reason is not verdict:
         record = Record(None)  # in the ledger there is none for arguments
         record.reason, here.streak = verdict, 0
-    here.leave(record, verdict, session.number, False, seconds)
-    if here.unseen == 1:
-        backward.NATIVE_HITS.skip_looks(session.settings)
+    backward.skip_some(session, record, verdict, False, seconds)
 
 
 def _no_buffers(state: Running, ctx: Any) -> tuple[None, ...]:

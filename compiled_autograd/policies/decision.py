@@ -28,8 +28,8 @@ def skips(streak: int, seconds: float) -> int:
 
     After a row of 16 looks that left backwards to eager, it is one; after each further look twice as many, up to 64, or
     up to 20 ms of backwards (not under deterministic algorithms). So looks are rare where they cost most, and tapes
-    that take long are always looked at. From eight looks to the next eight the number changes by one, so that looks do
-    not keep in step with a training that has several backwards in each step.
+    that take long are always looked at. The number is less by up to seven, which changes after each eight looks: so
+    looks do not keep in step with a training that has several backwards in each step.
 
     Args:
         streak: the number of looks in a row that left a backward to eager.

@@ -257,7 +257,7 @@ def _program(seed: int) -> list[Any]:
 def test_programs_of_all_kinds(seed: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways skip the same backwards, and give and count the same."""
     ca.enable()
-    monkeypatch.setattr(module_of_here, "skips", lambda streak, seconds: min(4, max(0, streak - 2)))
+    monkeypatch.setattr(module_of_here, "skips", lambda streak, seconds, rest: min(4, max(0, streak - 2)))
     engine: Any = Variable._execution_engine
     module = library_of(request.config).module()
     assert module is not None

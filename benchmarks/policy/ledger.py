@@ -110,8 +110,7 @@ class Replayed:
         reason = record.reason or TIMED
         self._streak += 1
         self._ledger.ran_on_eager(record, reason, seconds, 1 + self._skips)
-        most = 0 if reason is TIMED else skips(self._streak, seconds)
-        self._skips = self._unseen = min(most, record.rest.left - 1) if record.rest.left else most
+        self._skips = self._unseen = 0 if reason is TIMED else skips(self._streak, seconds, record.rest.left)
 
     # ---- stand-ins ----
 

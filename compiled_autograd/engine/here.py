@@ -58,11 +58,9 @@ class Here:
         self.streak = self.skipped = self.unseen = 0
 
     def leave(self, record: Record, verdict: Bypass, number: int, may_loop: bool, seconds: float) -> None:
-        """Decide how many backwards are skipped after one that was left to eager after a look, and took so long. If the
-        record counts backwards until it is tried again, the last of these is looked at."""
+        """Decide how many backwards are skipped after one that was left to eager after a look, and took so long."""
         self.streak += 1
-        unseen, rest = skips(self.streak, seconds), record.rest.left
-        self.skipped = unseen = min(unseen, rest - 1) if rest else unseen
+        self.skipped = unseen = skips(self.streak, seconds, record.rest.left)
         self.record, self.verdict, self.number = record, verdict, number
         self.looped = may_loop and record.loop.left < unseen
         if not self.looped:

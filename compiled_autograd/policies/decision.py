@@ -23,7 +23,7 @@ takes as long as some steps of a small model."""
 ALIKE_BEFORE_A_SKIP, MOST_SKIPPED, MOST_SECONDS_SKIPPED = 16, 64, 0.02
 
 
-def skips(streak: int, seconds: float) -> int:
+def skips(streak: int, seconds: float, rest: int = 0) -> int:
     """Return how many of the next backwards run on eager without a look at their tape.
 
     After a row of 16 looks that left backwards to eager, it is one; after each further look twice as many, up to 64, or
@@ -34,13 +34,15 @@ def skips(streak: int, seconds: float) -> int:
     Args:
         streak: the number of looks in a row that left a backward to eager.
         seconds: what the last of these backwards took.
+        rest: backwards until the tape is tried again, if they are counted: the last one is looked at.
     """
     if streak < ALIKE_BEFORE_A_SKIP:
         return 0
     most = min(MOST_SKIPPED, 1 << min(streak - ALIKE_BEFORE_A_SKIP, MOST_SKIPPED))
     if most * seconds > MOST_SECONDS_SKIPPED and by_clock():
         most = int(MOST_SECONDS_SKIPPED / seconds)
-    return max(0, most - streak // 8 % 8)
+    most = max(0, most - streak // 8 % 8)
+    return min(most, rest - 1) if rest else most
 
 
 class State(enum.Enum):
